@@ -126,7 +126,10 @@ pub fn timestamp() -> String {
         .expect("the years of a system clock have four digits")
 }
 
-pub(crate) fn text<'a>(map: &'a HashMap<String, String>, key: &'static str) -> Result<&'a str, InvalidMetadata> {
+pub(crate) fn text<'a>(
+    map: &'a HashMap<String, String>,
+    key: &'static str,
+) -> Result<&'a str, InvalidMetadata> {
     map.get(key).map(String::as_str).ok_or(InvalidMetadata::Missing { key })
 }
 

@@ -190,7 +190,7 @@ mod tests {
 
     #[test]
     fn points_sort_as_the_forward_pass_meets_them() {
-        let mut points = vec![CapturePoint::FinalNorm, CapturePoint::Residual(61), CapturePoint::Residual(2)];
+        let mut points = [CapturePoint::FinalNorm, CapturePoint::Residual(61), CapturePoint::Residual(2)];
         points.sort();
         assert_eq!(points.iter().map(ToString::to_string).collect::<Vec<_>>(), ["R2", "R61", "N"]);
     }
@@ -208,7 +208,10 @@ mod tests {
     #[test]
     fn an_unknown_name_is_answered_with_the_known_ones() {
         let error = "prenorm".parse::<FinalState>().unwrap_err().to_string();
-        assert_eq!(error, "unknown final state `prenorm`: expected `pre_norm`, `post_norm`, `both` or `none`");
+        assert_eq!(
+            error,
+            "unknown final state `prenorm`: expected `pre_norm`, `post_norm`, `both` or `none`"
+        );
     }
 
     proptest! {

@@ -38,7 +38,8 @@ impl FromStr for TokenHash {
     type Err = InvalidHash;
 
     fn from_str(text: &str) -> Result<Self, InvalidHash> {
-        let spelled = text.len() == Self::TEXT_LEN && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+        let spelled =
+            text.len() == Self::TEXT_LEN && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
         if !spelled {
             return Err(InvalidHash);
         }

@@ -50,7 +50,9 @@ pub enum PublishError {
     #[error("the request was cancelled before its dump was published")]
     Cancelled,
     /// The parts do not fit together.
-    #[error("hidden states are {found} bytes, {num_tokens} tokens x {planes} planes x {hidden_size} {dtype} are {expected}")]
+    #[error(
+        "hidden states are {found} bytes, {num_tokens} tokens x {planes} planes x {hidden_size} {dtype} are {expected}"
+    )]
     Inconsistent {
         /// Bytes given.
         found: usize,
@@ -192,7 +194,7 @@ pub fn publish(
         file.write_all(chunk).map_err(io)?;
     }
     file.write_all_at(format!("{:032x}", hash.digest128()).as_bytes(), hash_at).map_err(io)?;
-    let bytes = (header.len() + dump.token_ids.len() * size_of::<i64>() + dump.hidden_states.len()) as u64;
+    let bytes = (header.len() + size_of_val(dump.token_ids) + dump.hidden_states.len()) as u64;
 
     if sync {
         file.sync_all().map_err(io)?; // contents first,
@@ -245,8 +247,9 @@ pub fn remove_stale_temporaries(dir: &Path) -> io::Result<usize> {
         if !entry.file_name().to_str().is_some_and(is_temporary) {
             continue;
         }
-        let writing = File::open(entry.path())
-            .is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK));
+        let writing = File::open(entry.path()).is_ok_and(|file| {
+            flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK)
+        });
         if writing {
             continue;
         }
@@ -267,7 +270,9 @@ mod tests {
     fn only_names_of_dumps_under_way_count_as_temporaries() {
         let id = RequestId::new();
         assert!(is_temporary(&format!(".{id}.x1Y2z3.tmp")));
-        for other in [format!("{id}.safetensors"), format!(".{id}.tmp"), ".nfs0001.tmp".into(), ".x.y.tmp".into()] {
+        for other in
+            [format!("{id}.safetensors"), format!(".{id}.tmp"), ".nfs0001.tmp".into(), ".x.y.tmp".into()]
+        {
             assert!(!is_temporary(&other), "{other}");
         }
     }
