@@ -1,0 +1,205 @@
+use serde_json::{Value, json};
+
+use super::*;
+
+/// V2-Lite's published config, less what no test looks at.
+fn v2_lite() -> Value {
+    json!({
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "attention_bias": false,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, "aux_loss_alpha": 0.001,
+        "bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 10944, "kv_lora_rank": 512,
+        "max_position_embeddings": 163840, "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+        "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": false, "num_attention_heads": 16,
+        "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "pretraining_tp": 1,
+        "q_lora_rank": null, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                         "original_max_position_embeddings": 4096, "type": "yarn"},
+        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": true,
+        "tie_word_embeddings": false, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1", "use_cache": true, "v_head_dim": 128, "vocab_size": 102400
+    })
+}
+
+fn read(config: &Value) -> Result<Config, LoadError> {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("config.json"), serde_json::to_vec(config).unwrap()).unwrap();
+    Config::read(dir.path())
+}
+
+fn with(changes: Value) -> Result<Config, LoadError> {
+    let mut config = v2_lite();
+    for (key, value) in changes.as_object().unwrap() {
+        config[key] = value.clone();
+    }
+    read(&config)
+}
+
+fn without(keys: &[&str]) -> Result<Config, LoadError> {
+    let mut config = v2_lite();
+    keys.iter().for_each(|&key| drop(config.as_object_mut().unwrap().remove(key)));
+    read(&config)
+}
+
+/// The refusal of a config with `changes` names every one of `words`.
+#[track_caller]
+fn refused(changes: Value, words: &[&str]) {
+    let error = with(changes).unwrap_err().to_string();
+    words.iter().for_each(|word| assert!(error.contains(word), "`{word}` is not in: {error}"));
+}
+
+#[test]
+fn the_published_v2_lite_config_is_read() {
+    let config = read(&v2_lite()).unwrap();
+    assert_eq!(config.architecture, Architecture::DeepseekV2);
+    assert_eq!((config.q_lora_rank, config.topk_method), (None, TopkMethod::Greedy));
+    assert_eq!(config.eos_token_id, [100_001]);
+    assert!(!config.is_moe(0) && config.is_moe(1) && config.is_moe(26));
+    // The two factors as the published model has them.
+    let yarn = config.rope.yarn.unwrap();
+    assert!((yarn.softmax_factor() - 1.58963).abs() < 1e-5);
+    assert_eq!(yarn.rotation_magnitude(), 1.0);
+}
+
+#[test]
+fn the_hash_is_that_of_the_files_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bytes = serde_json::to_vec_pretty(&v2_lite()).unwrap();
+    bytes.push(b'\n');
+    fs::write(dir.path().join("config.json"), &bytes).unwrap();
+    assert_eq!(Config::read(dir.path()).unwrap().hash(), hex(&Sha256::digest(&bytes)));
+}
+
+#[test]
+fn null_and_absent_query_ranks_differ() {
+    assert_eq!(with(json!({"q_lora_rank": null})).unwrap().q_lora_rank, None);
+    assert_eq!(without(&["q_lora_rank"]).unwrap().q_lora_rank, Some(1536));
+    assert_eq!(with(json!({"q_lora_rank": 24})).unwrap().q_lora_rank, Some(24));
+}
+
+#[test]
+fn end_tokens_are_a_number_a_list_or_absent() {
+    assert_eq!(with(json!({"eos_token_id": [1, 163585]})).unwrap().eos_token_id, [1, 163_585]);
+    assert!(with(json!({"eos_token_id": null})).unwrap().eos_token_id.is_empty());
+    assert!(without(&["eos_token_id"]).unwrap().eos_token_id.is_empty());
+}
+
+#[test]
+fn each_published_pair_of_method_and_score_is_known_and_others_are_refused() {
+    let pair = |method, score| with(json!({"topk_method": method, "scoring_func": score}));
+    assert_eq!(pair("greedy", "softmax").unwrap().topk_method, TopkMethod::Greedy);
+    assert_eq!(pair("group_limited_greedy", "softmax").unwrap().topk_method, TopkMethod::GroupLimitedGreedy);
+    assert_eq!(pair("noaux_tc", "sigmoid").unwrap().topk_method, TopkMethod::NoauxTc);
+    refused(json!({"topk_method": "gready"}), &["topk_method", "gready", "group_limited_greedy"]);
+    refused(json!({"topk_method": "noaux_tc"}), &["scoring_func", "softmax"]);
+    refused(json!({"scoring_func": "sigmoid"}), &["scoring_func", "sigmoid", "greedy"]);
+    refused(json!({"scoring_func": "tanh"}), &["scoring_func", "tanh"]);
+}
+
+#[test]
+fn the_methods_defaults_follow_the_family() {
+    let mut config = v2_lite();
+    config["architectures"] = json!(["DeepseekV3ForCausalLM"]);
+    for key in
+        ["topk_method", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "num_experts_per_tok"]
+    {
+        config.as_object_mut().unwrap().remove(key);
+    }
+    let config = read(&config).unwrap();
+    assert_eq!((config.topk_method, config.norm_topk_prob), (TopkMethod::NoauxTc, true));
+    assert_eq!((config.routed_scaling_factor, config.num_experts_per_tok), (2.5, 8));
+}
+
+#[test]
+fn what_is_not_implemented_is_refused_by_name() {
+    refused(json!({"hidden_act": "gelu"}), &["hidden_act", "gelu", "silu"]);
+    refused(json!({"quantization_config": {"quant_method": "fp8"}}), &["quantization_config", "fp8"]);
+    refused(json!({"index_topk": 2048}), &["index_topk", "2048", "sparse attention"]);
+    refused(json!({"sliding_window": 4096}), &["sliding_window", "remove it"]);
+    refused(json!({"mlp_bias": true}), &["mlp_bias"]);
+    refused(json!({"rope_interleave": false}), &["rope_interleave"]);
+    refused(json!({"num_key_value_heads": 4}), &["num_key_value_heads", "16"]);
+    refused(json!({"architectures": ["LlamaForCausalLM"]}), &["architectures", "LlamaForCausalLM"]);
+    refused(
+        json!({"rope_scaling": {"type": "linear", "factor": 2}}),
+        &["rope_scaling.rope_type", "linear", "yarn"],
+    );
+    refused(json!({"rope_scaling": {"factor": 2}}), &["rope_scaling.factor", "2"]);
+}
+
+#[test]
+fn keys_that_are_off_change_nothing() {
+    assert_eq!(
+        with(json!({"quantization_config": null, "sliding_window": null, "mlp_bias": false})).unwrap().rope,
+        read(&v2_lite()).unwrap().rope
+    );
+}
+
+#[test]
+fn impossible_sizes_are_refused_by_name() {
+    refused(json!({"hidden_size": 0}), &["hidden_size", "0"]);
+    refused(json!({"vocab_size": -5}), &["vocab_size", "-5"]);
+    refused(json!({"num_hidden_layers": i64::MAX}), &["num_hidden_layers"]);
+    refused(json!({"qk_rope_head_dim": 7}), &["qk_rope_head_dim", "even"]);
+    refused(json!({"num_experts_per_tok": 65}), &["num_experts_per_tok", "64"]);
+    refused(json!({"topk_method": "group_limited_greedy", "n_group": 7}), &["n_group", "64"]);
+    refused(json!({"topk_method": "group_limited_greedy", "n_group": 32, "topk_group": 2}), &["topk_group"]);
+    let error = without(&["hidden_size"]).unwrap_err().to_string();
+    assert!(error.contains("`hidden_size` is missing"), "{error}");
+}
+
+#[test]
+fn both_spellings_of_the_rotary_embedding_are_read_and_must_agree() {
+    let old = read(&v2_lite()).unwrap();
+    let mut parameters = v2_lite()["rope_scaling"].clone();
+    parameters.as_object_mut().unwrap().remove("type");
+    parameters["rope_type"] = json!("yarn");
+    parameters["rope_theta"] = json!(10000.0);
+    let mut config = v2_lite();
+    config["rope_parameters"] = parameters.clone();
+    assert_eq!(read(&config).unwrap().rope, old.rope);
+    config["rope_parameters"]["factor"] = json!(4);
+    assert!(read(&config).unwrap_err().to_string().contains("rope_parameters"));
+    config.as_object_mut().unwrap().remove("rope_scaling");
+    assert_eq!(read(&config).unwrap().rope.yarn.unwrap().factor, 4.0);
+    config["rope_parameters"]["rope_theta"] = json!(50000.0);
+    assert!(read(&config).unwrap_err().to_string().contains("rope_theta"));
+}
+
+#[test]
+fn without_scaling_the_rotary_embedding_is_plain() {
+    assert_eq!(with(json!({"rope_scaling": null})).unwrap().rope, RopeConfig { theta: 10_000.0, yarn: None });
+    let plain =
+        json!({"rope_scaling": null, "rope_parameters": {"rope_type": "default", "rope_theta": 10000}});
+    assert_eq!(with(plain).unwrap().rope.yarn, None);
+}
+
+/// The four cases of the two magnitudes, by the authors' code: `m(mscale) / m(mscale_all_dim)` on cosine and sine, with
+/// defaults 1 and 0, and `m(mscale_all_dim)²` on the softmax scale.
+#[test]
+fn magnitudes_follow_the_authors_in_all_four_cases() {
+    let m = |weight: f64| 0.1 * weight * 16f64.ln() + 1.0;
+    let yarn = |extra: Value| {
+        let mut scaling = json!({"type": "yarn", "factor": 16, "original_max_position_embeddings": 64});
+        extra.as_object().unwrap().iter().for_each(|(key, value)| scaling[key] = value.clone());
+        with(json!({"rope_scaling": scaling})).unwrap().rope.yarn.unwrap()
+    };
+    let both = yarn(json!({"mscale": 1.0, "mscale_all_dim": 1.0}));
+    assert_eq!((both.rotation_magnitude(), both.softmax_factor()), (1.0, m(1.0).powi(2)));
+    let neither = yarn(json!({}));
+    assert_eq!((neither.rotation_magnitude(), neither.softmax_factor()), (m(1.0), 1.0));
+    let first = yarn(json!({"mscale": 0.5}));
+    assert_eq!((first.rotation_magnitude(), first.softmax_factor()), (m(0.5), 1.0));
+    let second = yarn(json!({"mscale_all_dim": 0.5}));
+    assert_eq!((second.rotation_magnitude(), second.softmax_factor()), (m(1.0) / m(0.5), m(0.5).powi(2)));
+    let stated = yarn(json!({"attention_factor": 1.25, "mscale_all_dim": 1.0}));
+    assert_eq!((stated.rotation_magnitude(), stated.softmax_factor()), (1.25, m(1.0).powi(2)));
+}
+
+#[test]
+fn a_damaged_or_missing_file_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(Config::read(dir.path()).unwrap_err().to_string().contains("config.json"));
+    fs::write(dir.path().join("config.json"), "{").unwrap();
+    assert!(matches!(Config::read(dir.path()), Err(LoadError::Json { .. })));
+}

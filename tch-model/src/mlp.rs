@@ -1,0 +1,50 @@
+//! The gated feed-forward of a dense layer, of the shared experts and of each routed one.
+
+use tch::Tensor;
+
+use crate::LoadError;
+use crate::linear::Linear;
+use crate::weights::Weights;
+
+/// SwiGLU: `down(silu(gate(x)) * up(x))`.
+#[derive(Debug)]
+pub(crate) struct Mlp {
+    gate_proj: Linear,
+    up_proj: Linear,
+    down_proj: Linear,
+}
+
+/// Rows that go through at a time: enough to keep a product busy, few enough that what lies between the products
+/// stays small whatever the tile.
+const ROWS: i64 = 2048;
+
+impl Mlp {
+    pub(crate) fn load(weights: &Weights<'_>, hidden: i64, inner: i64) -> Result<Self, LoadError> {
+        Ok(Self {
+            gate_proj: Linear::load(&weights.sub("gate_proj"), hidden, inner, false)?,
+            up_proj: Linear::load(&weights.sub("up_proj"), hidden, inner, false)?,
+            down_proj: Linear::load(&weights.sub("down_proj"), inner, hidden, false)?,
+        })
+    }
+
+    /// `[rows, hidden]` to the same shape and kind.
+    pub(crate) fn forward(&self, x: &Tensor) -> Tensor {
+        let out = x.empty_like();
+        self.forward_into(x, &out);
+        out
+    }
+
+    /// As [`forward`](Self::forward), into rows that are there already.
+    pub(crate) fn forward_into(&self, x: &Tensor, out: &Tensor) {
+        let rows = x.size()[0];
+        let mut first = 0;
+        while first < rows {
+            let count = ROWS.min(rows - first);
+            let chunk = x.narrow(0, first, count);
+            let mut inner = self.gate_proj.forward(&chunk).silu_();
+            inner = inner.g_mul_(&self.up_proj.forward(&chunk));
+            self.down_proj.forward_into(&inner, &out.narrow(0, first, count));
+            first += count;
+        }
+    }
+}
