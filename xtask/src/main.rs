@@ -1,0 +1,49 @@
+//! `cargo xtask`: set-up, demo, tests and measurements of this repository. Needs no libtorch; it fetches it.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+mod bench;
+mod demo;
+mod http;
+mod libtorch;
+mod prerequisites;
+mod process;
+mod python_env;
+mod setup;
+mod stack;
+mod test;
+mod workspace;
+
+/// Set-up, demo, tests and measurements of Tether.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Args {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    Setup(setup::Args),
+    Demo(demo::Args),
+    Test(test::Args),
+    Bench(bench::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Args::parse().task {
+        Task::Setup(args) => setup::run(&args),
+        Task::Demo(args) => demo::run(&args),
+        Task::Test(args) => test::run(&args),
+        Task::Bench(args) => bench::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("\nerror: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
