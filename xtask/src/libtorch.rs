@@ -18,6 +18,9 @@ const WHEELS: [&str; 3] = ["torch==2.13.0", "nvidia-cuda-runtime==13.0.96", "nvi
 /// Written last into the installed folder: its presence means that the folder is whole.
 const STAMP: &str = ".tether-installed";
 
+/// How the folder of an installation in progress is called, before its process number.
+const PARTIAL: &str = "libtorch.partial-";
+
 /// Makes sure that the libtorch cargo will build against is there and is [`VERSION`]; says which one it is.
 pub(crate) fn ensure() -> Result<()> {
     let own = workspace::tether_dir().join("libtorch");
@@ -47,8 +50,9 @@ fn install(dir: &Path) -> Result<()> {
     let tether = workspace::tether_dir();
     prerequisites::disk_space(&tether, 4, "libtorch")?;
     let python = prerequisites::python(prerequisites::LIBTORCH_PYTHON)?;
-    let partial = tether.join("libtorch.partial");
-    remove_dir(&partial)?;
+    remove_partial(&tether)?;
+    // Our number in the name: a pip whose xtask was killed may still be writing into a folder of its own.
+    let partial = tether.join(format!("{PARTIAL}{}", std::process::id()));
     println!("libtorch {VERSION}: fetching the wheels (about 0.6 GB, 1.2 GB unpacked)");
     // `--no-compile`: nobody imports this copy, so its Python files need no bytecode.
     pip_install(&python, |pip| {
@@ -60,6 +64,17 @@ fn install(dir: &Path) -> Result<()> {
     remove_dir(dir)?;
     fs::rename(&partial, dir).with_context(|| format!("renaming {} to libtorch", partial.display()))?;
     println!("libtorch {VERSION}: {}", workspace::relative(dir).display());
+    Ok(())
+}
+
+/// Removes what interrupted installations left.
+fn remove_partial(tether: &Path) -> Result<()> {
+    for entry in fs::read_dir(tether).with_context(|| format!("reading {}", tether.display()))? {
+        let entry = entry.with_context(|| format!("reading {}", tether.display()))?;
+        if entry.file_name().to_string_lossy().starts_with(PARTIAL) {
+            remove_dir(&entry.path())?;
+        }
+    }
     Ok(())
 }
 
@@ -195,6 +210,17 @@ mod tests {
         fs::remove_file(broken.path().join("lib/libc10.so")).unwrap();
         let error = check(broken.path()).unwrap_err().to_string();
         assert!(error.contains("lib/libc10.so is missing"), "{error}");
+    }
+
+    #[test]
+    fn what_an_interrupted_installation_left_is_removed_and_nothing_else() {
+        let tether = tempfile::tempdir().unwrap();
+        for name in ["libtorch.partial-17/torch", "libtorch/torch", "venv/bin"] {
+            fs::create_dir_all(tether.path().join(name)).unwrap();
+        }
+        remove_partial(tether.path()).unwrap();
+        assert!(!tether.path().join("libtorch.partial-17").exists());
+        assert!(tether.path().join("libtorch/torch").exists() && tether.path().join("venv/bin").exists());
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! a bad connection.
 
 use std::fs;
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
@@ -66,7 +67,12 @@ pub(crate) fn pip_install(python: &Path, with: impl Fn(&mut Command)) -> Result<
     let mut wait = Duration::from_secs(2);
     for attempt in 1.. {
         let mut pip = process::command(python);
-        pip.args(["-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]);
+        pip.args(["-m", "pip", "install", "--disable-pip-version-check", "--no-input"]);
+        // Nothing is installed into the system, which is what pip warns root about.
+        pip.env("PIP_ROOT_USER_ACTION", "ignore");
+        if !std::io::stdout().is_terminal() {
+            pip.arg("--quiet");
+        }
         if resumes(&version) {
             pip.args(["--resume-retries", "10"]);
         }

@@ -10,7 +10,7 @@ use clap::ValueEnum;
 use crate::{prerequisites, process, python_env, setup};
 
 /// Writes the references that the model's tests compare against into `.tether/golden/`.
-const GOLDEN_SCRIPT: &str = "tests/python/make_golden.py";
+const GOLDEN_SCRIPT: &str = "tests/python/make_models.py";
 
 /// Set up, check format and lints, build, and run every test.
 #[derive(clap::Args)]
