@@ -1,0 +1,52 @@
+//! A tagged request from the moment it has IDs: in the table, and its dumps are orphans unless the reply arrives.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use tether_dump::RequestId;
+
+use crate::orphans::Orphans;
+use crate::table::Entered;
+use crate::upstream::Upstream;
+
+/// Takes a request out of the table when dropped. If its reply was not delivered by then, its dumps are deleted.
+#[derive(Debug)]
+pub struct Delivery {
+    entered: Entered,
+    captured: Vec<RequestId>,
+    dir: Option<Arc<Path>>,
+    orphans: Orphans,
+    delivered: bool,
+}
+
+impl Delivery {
+    /// For a request that is about to be sent to `upstream`. `captured` are those of its IDs that may get a dump.
+    pub fn new(entered: Entered, captured: Vec<RequestId>, upstream: &Upstream, orphans: Orphans) -> Self {
+        captured.iter().for_each(|&id| orphans.forget(id));
+        Self { entered, captured, dir: upstream.dump_dir.clone(), orphans, delivered: false }
+    }
+
+    /// Where its dumps are looked for.
+    pub fn dir(&self) -> Option<&Arc<Path>> {
+        self.dir.as_ref()
+    }
+
+    /// It goes to another upstream, the first having taken nothing.
+    pub fn moved(&mut self, upstream: &Arc<Upstream>) {
+        self.entered.moved(upstream);
+        self.dir = upstream.dump_dir.clone();
+    }
+
+    /// Its dumps are the client's, or there are none.
+    pub fn delivered(&mut self) {
+        self.delivered = true;
+    }
+}
+
+impl Drop for Delivery {
+    fn drop(&mut self) {
+        if let (false, Some(dir)) = (self.delivered, &self.dir) {
+            self.captured.iter().for_each(|&id| self.orphans.add(id, dir.clone()));
+        }
+    }
+}

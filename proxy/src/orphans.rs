@@ -1,0 +1,223 @@
+//! Deletes the dumps of replies that could not be delivered, also those that appear later.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dashmap::DashMap;
+use tether_dump::RequestId;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use tracing::{debug, info, warn};
+
+use crate::dump_files;
+use crate::metrics::{Metrics, Orphan};
+
+/// For how long a dump that has not appeared is waited for.
+pub const REMEMBERED: Duration = Duration::from_secs(600);
+
+/// How soon, and then how often at most, a dump is looked for.
+const FIRST_LOOK: Duration = Duration::from_millis(20);
+const LONGEST_GAP: Duration = Duration::from_secs(2);
+
+/// Most IDs that are remembered; about 50 MB. One more pushes out the one that has been waited for longest.
+const MOST: usize = 1 << 18;
+
+/// The IDs whose dumps are not wanted. Cloning shares them.
+#[derive(Clone, Debug)]
+pub struct Orphans {
+    watched: Arc<DashMap<RequestId, Arc<Path>>>,
+    added: mpsc::UnboundedSender<RequestId>,
+    metrics: Arc<Metrics>,
+}
+
+/// The task that deletes them.
+#[derive(Debug)]
+pub struct Sweeper {
+    orphans: Orphans,
+    added: mpsc::UnboundedReceiver<RequestId>,
+}
+
+/// One ID in the order of its next look.
+type Due = Reverse<(Instant, RequestId, Instant, Duration)>;
+
+impl Orphans {
+    /// An empty set, and what must be run for anything to be deleted.
+    pub fn new(metrics: Arc<Metrics>) -> (Self, Sweeper) {
+        let (added, receiver) = mpsc::unbounded_channel();
+        let orphans = Self { watched: Arc::default(), added, metrics };
+        (orphans.clone(), Sweeper { orphans, added: receiver })
+    }
+
+    /// From now on the dump of `id` is deleted, now or when it appears in `dir`.
+    pub fn add(&self, id: RequestId, dir: Arc<Path>) {
+        if self.watched.insert(id, dir).is_none() {
+            self.metrics.orphans_watched.inc();
+        }
+        // The sweeper is only gone when the process ends.
+        let _ = self.added.send(id);
+    }
+
+    /// The dump of `id` is wanted again: the client has sent the same ID once more.
+    pub fn forget(&self, id: RequestId) {
+        if !self.watched.is_empty() && self.watched.remove(&id).is_some() {
+            self.metrics.orphans_watched.dec();
+        }
+    }
+
+    /// How many are remembered.
+    pub fn len(&self) -> usize {
+        self.watched.len()
+    }
+
+    /// Whether none is remembered.
+    pub fn is_empty(&self) -> bool {
+        self.watched.is_empty()
+    }
+
+    fn done(&self, id: RequestId, how: Orphan) {
+        if self.watched.remove(&id).is_some() {
+            self.metrics.orphans_watched.dec();
+            self.metrics.orphans.at(how).inc();
+        }
+    }
+
+    /// Tries to delete the dump of `id`. Whether it need not be looked for again.
+    fn look(&self, id: RequestId) -> bool {
+        let Some(dir) = self.watched.get(&id).map(|dir| dir.clone()) else { return true };
+        match dump_files::remove(&dir, id) {
+            Ok(true) => {
+                info!(request_id = %id, "deleted the dump of an undelivered reply");
+                self.done(id, Orphan::Deleted);
+                true
+            }
+            Ok(false) => false,
+            Err(error) => {
+                warn!(request_id = %id, %error, "cannot delete the dump of an undelivered reply, will try again");
+                false
+            }
+        }
+    }
+
+    /// Looks at all of them once, for the last time.
+    pub fn sweep(&self) {
+        let ids: Vec<_> = self.watched.iter().map(|entry| *entry.key()).collect();
+        ids.into_iter().for_each(|id| {
+            self.look(id);
+        });
+    }
+}
+
+impl Sweeper {
+    /// Deletes dumps until all [`Orphans`] are gone.
+    pub async fn run(self) {
+        let Self { orphans, mut added } = self;
+        let mut due: BinaryHeap<Due> = BinaryHeap::new();
+        loop {
+            let next = due.peek().map(|Reverse((at, ..))| *at);
+            tokio::select! {
+                id = added.recv() => {
+                    let Some(id) = id else { return };
+                    let now = Instant::now();
+                    due.push(Reverse((now, id, now + REMEMBERED, FIRST_LOOK)));
+                }
+                () = tokio::time::sleep_until(next.unwrap_or_else(Instant::now)), if next.is_some() => {
+                    let now = Instant::now();
+                    let mut batch = Vec::new();
+                    while due.peek().is_some_and(|Reverse((at, ..))| *at <= now) || due.len() > MOST {
+                        batch.extend(due.pop());
+                    }
+                    let looker = orphans.clone();
+                    let work = move || {
+                        batch.retain(|Reverse((_, id, ..))| !looker.look(*id));
+                        batch
+                    };
+                    let Ok(left) = tokio::task::spawn_blocking(work).await else { return };
+                    let room = MOST.saturating_sub(due.len());
+                    for (index, Reverse((_, id, until, gap))) in left.into_iter().enumerate() {
+                        if until <= now || index >= room {
+                            debug!(request_id = %id, "no dump of an undelivered reply has appeared");
+                            orphans.done(id, Orphan::Expired);
+                            continue;
+                        }
+                        due.push(Reverse((Instant::now() + gap, id, until, (gap * 2).min(LONGEST_GAP))));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus::Registry;
+
+    use super::*;
+
+    fn orphans() -> (Orphans, Arc<Metrics>) {
+        let metrics = Arc::new(Metrics::register(&Registry::new()).unwrap());
+        let (orphans, sweeper) = Orphans::new(metrics.clone());
+        tokio::spawn(sweeper.run());
+        (orphans, metrics)
+    }
+
+    async fn until(what: &str, condition: impl Fn() -> bool) {
+        tokio::time::timeout(Duration::from_secs(30), async {
+            while !condition() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        })
+        .await
+        .unwrap_or_else(|_| panic!("{what} did not happen"));
+    }
+
+    #[tokio::test]
+    async fn dumps_of_both_layouts_are_deleted_also_when_they_come_late() {
+        let dir = tempfile::tempdir().unwrap();
+        let (orphans, metrics) = orphans();
+        let (early, late, legacy) = (RequestId::new(), RequestId::new(), RequestId::new());
+        let path = |id| tether_dump::dump_path(dir.path(), id);
+        std::fs::write(path(early), b"dump").unwrap();
+        for id in [early, late, legacy] {
+            orphans.add(id, dir.path().into());
+        }
+        until("the first deletion", || !path(early).exists()).await;
+        let folder = dir.path().join(format!("req_{legacy}"));
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(folder.join("done"), b"").unwrap();
+        std::fs::write(path(late), b"dump").unwrap();
+        until("the late deletions", || !path(late).exists() && !folder.exists()).await;
+        until("the end of the watch", || orphans.is_empty()).await;
+        assert_eq!(metrics.orphans.at(Orphan::Deleted).get(), 3);
+        assert_eq!(metrics.orphans_watched.get(), 0);
+    }
+
+    #[tokio::test]
+    async fn an_id_that_is_wanted_again_keeps_its_dump() {
+        let dir = tempfile::tempdir().unwrap();
+        let (orphans, _) = orphans();
+        let (again, witness) = (RequestId::new(), RequestId::new());
+        orphans.add(again, dir.path().into());
+        orphans.forget(again);
+        let path = |id| tether_dump::dump_path(dir.path(), id);
+        std::fs::write(path(again), b"dump").unwrap();
+        std::fs::write(path(witness), b"dump").unwrap();
+        orphans.add(witness, dir.path().into());
+        until("the sweep", || !path(witness).exists()).await;
+        assert!(path(again).exists());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_id_whose_dump_never_comes_is_forgotten_after_ten_minutes() {
+        let dir = tempfile::tempdir().unwrap();
+        let (orphans, metrics) = orphans();
+        orphans.add(RequestId::new(), dir.path().into());
+        tokio::time::sleep(REMEMBERED - Duration::from_secs(5)).await;
+        assert_eq!(orphans.len(), 1);
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        until("forgetting", || orphans.is_empty()).await;
+        assert_eq!(metrics.orphans.at(Orphan::Expired).get(), 1);
+    }
+}
