@@ -1,0 +1,367 @@
+//! The server's state behind HTTP, and the way of one `/generate` call through it.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use futures_util::future::try_join_all;
+use serde_json::{Value, json};
+use tether_dump::{RequestId, dump_path};
+use tokio::sync::{Notify, oneshot};
+
+use crate::budget::{Budget, Reservation};
+use crate::engine::{Done, Engine, Finish, Job, JobCapture, Ticket, Withdrawn};
+use crate::error::ApiError;
+use crate::identity::{InFlightRids, RidGuard, is_plain_name};
+use crate::metrics::Metrics;
+use crate::plan::{Originals, Plan, Planner};
+use crate::request::GenerateRequest;
+use crate::sink;
+
+/// Bodies up to this long are read and tokenised where they arrive; longer ones would hold up other connections.
+const INLINE_BODY: usize = 16 * 1024;
+
+/// Everything a request handler needs.
+pub struct App {
+    /// Requests into plans.
+    pub planner: Planner,
+    /// The engine.
+    pub engine: Engine,
+    /// Room in the dump directory.
+    pub budget: Arc<Budget>,
+    /// Where dumps are published.
+    pub dump_dir: PathBuf,
+    /// Longest wait for room and for a first step, together.
+    pub queue_timeout: Duration,
+    /// The series.
+    pub metrics: Metrics,
+    /// What `/metrics` gathers.
+    pub registry: prometheus::Registry,
+    /// Who has not been answered.
+    pub rids: InFlightRids,
+    /// Whether requests are taken.
+    pub lifecycle: Lifecycle,
+}
+
+/// Loading, serving, draining: in this order.
+#[derive(Default)]
+pub struct Lifecycle {
+    phase: AtomicU8,
+    in_flight: Mutex<usize>,
+    idle: Notify,
+}
+
+const LOADING: u8 = 0;
+const SERVING: u8 = 1;
+const DRAINING: u8 = 2;
+
+impl Lifecycle {
+    /// The model is loaded. Not once draining has begun.
+    pub fn serve(&self) {
+        // Losing means that the server drains already.
+        let _ = self.phase.compare_exchange(LOADING, SERVING, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    /// No new work from now on.
+    pub fn drain(&self) {
+        self.phase.store(DRAINING, Ordering::Release);
+    }
+
+    /// Whether new work is taken.
+    ///
+    /// # Errors
+    /// [`ApiError::Loading`] or [`ApiError::Draining`].
+    pub fn check(&self) -> Result<(), ApiError> {
+        match self.phase.load(Ordering::Acquire) {
+            LOADING => Err(ApiError::Loading),
+            SERVING => Ok(()),
+            _ => Err(ApiError::Draining),
+        }
+    }
+
+    /// Calls that have not been answered whole.
+    pub fn in_flight(&self) -> usize {
+        *self.count()
+    }
+
+    /// Returns once there are none.
+    pub async fn idle(&self) {
+        loop {
+            let idle = self.idle.notified();
+            if self.in_flight() == 0 {
+                return;
+            }
+            idle.await;
+        }
+    }
+
+    pub(crate) fn enter(&self) {
+        *self.count() += 1;
+    }
+
+    pub(crate) fn leave(&self) {
+        let mut count = self.count();
+        *count -= 1;
+        if *count == 0 {
+            self.idle.notify_waiters();
+        }
+    }
+
+    fn count(&self) -> std::sync::MutexGuard<'_, usize> {
+        // A number, updated whole.
+        self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A successful reply.
+#[derive(Debug)]
+pub struct Generated {
+    /// The JSON.
+    pub body: Value,
+    /// Whether no dump was made for any prompt.
+    pub captured_none: bool,
+    /// Whether a prompt was aborted.
+    pub aborted: bool,
+}
+
+impl App {
+    /// Runs one call. If the future is dropped, its jobs are withdrawn and nothing of it is left.
+    ///
+    /// # Errors
+    /// What the client is to be told.
+    pub async fn generate(
+        self: &Arc<Self>,
+        body: bytes::Bytes,
+        call_id: &mut CallId,
+        originals: Originals,
+        started: Instant,
+    ) -> Result<Generated, ApiError> {
+        let deadline = tokio::time::Instant::now() + self.queue_timeout;
+        let (batch, mut plans) = self.prepare(body, call_id, originals).await?;
+        let mut call = Call::default();
+        for plan in &plans {
+            let ticket = Ticket::new();
+            call.guards.push(self.rids.take(&plan.identity.rid, &ticket)?);
+            call.tickets.push(ticket);
+        }
+        for plan in plans.iter().filter(|plan| plan.capture.is_some()) {
+            let id = plan.identity.id;
+            if dump_path(&self.dump_dir, id).exists() {
+                return Err(ApiError::AlreadyPublished { id });
+            }
+        }
+        let needed: u64 = plans.iter().filter_map(|plan| Some(plan.capture.as_ref()?.max_bytes)).sum();
+        let mut reservation = match needed {
+            0 => None,
+            _ => Some(self.budget.reserve(needed, deadline.saturating_duration_since(tokio::time::Instant::now())).await?),
+        };
+        // Draining may have begun while this call waited for room, but it was in flight then and is to be finished.
+        let jobs = plans.iter_mut().zip(&call.tickets).map(|(plan, ticket)| {
+            let (reply, receiver) = oneshot::channel();
+            call.receivers.push(receiver);
+            job(plan, ticket, reply, &mut reservation)
+        });
+        self.engine.submit(jobs.collect())?;
+        let done = call.wait(deadline, self.queue_timeout).await?;
+        let elements = plans.iter().zip(&done).map(|(plan, done)| self.element(plan, done, started));
+        let elements: Vec<Value> = elements.collect::<Result<_, _>>()?;
+        let body = if batch { Value::Array(elements) } else { elements.into_iter().next().unwrap_or_default() };
+        call.delivered = true;
+        Ok(Generated {
+            body,
+            captured_none: done.iter().all(|done| done.capture.is_none()),
+            aborted: done.iter().any(|done| done.finish == Finish::Aborted),
+        })
+    }
+
+    async fn prepare(
+        self: &Arc<Self>,
+        body: bytes::Bytes,
+        call_id: &mut CallId,
+        originals: Originals,
+    ) -> Result<(bool, Vec<Plan>), ApiError> {
+        let app = Arc::clone(self);
+        let given = call_id.given().map(str::to_owned);
+        let short = body.len() <= INLINE_BODY;
+        let work = move || {
+            let request = GenerateRequest::parse(&body, app.planner.model.vocab_size)?;
+            // Millions of numbers are in their vectors now.
+            drop(body);
+            let batch = request.batch;
+            // For a single prompt the rid is the call's ID, unless a header says otherwise.
+            let own = match request.prompts.as_slice() {
+                [prompt] if !batch => prompt.rid.clone().filter(|rid| is_plain_name(rid)),
+                _ => None,
+            };
+            let call_id = given.or(own);
+            let plans = app.planner.plan(request, call_id.as_deref(), &originals)?;
+            Ok::<_, ApiError>((batch, plans, call_id))
+        };
+        let (batch, plans, known) = if short {
+            work()?
+        } else {
+            let prepared = tokio::task::spawn_blocking(work).await;
+            prepared.map_err(|error| ApiError::StepFailed(format!("reading the request failed: {error}")))??
+        };
+        if let Some(known) = known {
+            call_id.set(known);
+        }
+        Ok((batch, plans))
+    }
+
+    fn element(&self, plan: &Plan, done: &Done, started: Instant) -> Result<Value, ApiError> {
+        let mut meta = json!({
+            "id": plan.identity.rid,
+            "finish_reason": match done.finish {
+                Finish::Length => json!({"type": "length", "length": done.output_ids.len()}),
+                Finish::Stop(token) => json!({"type": "stop", "matched": token}),
+                Finish::Aborted => json!({"type": "abort", "message": "Aborted", "status_code": null, "err_type": null}),
+            },
+            "prompt_tokens": plan.prompt_tokens,
+            "completion_tokens": done.output_ids.len(),
+            "cached_tokens": 0,
+            "e2e_latency": started.elapsed().as_secs_f64(),
+            "weight_version": "default",
+        });
+        if let Some(capture) = &done.capture {
+            meta["capture"] = json!(capture);
+        }
+        let mut element = json!({"output_ids": done.output_ids, "meta_info": meta});
+        if let Some(tokenizer) = &self.planner.tokenizer {
+            // As in SGLang, the text ends before the token that ended it.
+            let shown = match done.finish {
+                Finish::Stop(_) => &done.output_ids[..done.output_ids.len() - 1],
+                _ => &done.output_ids,
+            };
+            let text = tokenizer.decode(shown, plan.skip_special_tokens);
+            element["text"] = json!(text.map_err(|error| ApiError::StepFailed(error.to_string()))?);
+        }
+        Ok(element)
+    }
+
+    /// `/abort_request`: withdraws the request called exactly `rid`. SGLang answers alike whether there is one or not.
+    pub fn abort(&self, rid: &str) {
+        if let Some(ticket) = self.rids.find(rid) {
+            ticket.withdraw(Withdrawn::Aborted);
+        }
+    }
+
+    /// Withdraws every request.
+    pub fn abort_all(&self) {
+        self.rids.all().iter().for_each(|ticket| ticket.withdraw(Withdrawn::Aborted));
+    }
+}
+
+/// The name of one HTTP call in logs, in the reply and in the dump: `x-request-id`, else a single prompt's rid, else fresh.
+pub struct CallId {
+    text: String,
+    given: bool,
+}
+
+impl CallId {
+    /// From the header, if it says something that can be repeated.
+    pub fn new(header: Option<&str>) -> Self {
+        match header.filter(|text| is_plain_name(text)) {
+            Some(text) => Self { text: text.to_owned(), given: true },
+            None => Self { text: RequestId::new().to_string(), given: false },
+        }
+    }
+
+    /// The text.
+    pub fn as_str(&self) -> &str {
+        &self.text
+    }
+
+    fn given(&self) -> Option<&str> {
+        self.given.then_some(&*self.text)
+    }
+
+    fn set(&mut self, text: String) {
+        *self = Self { text, given: true };
+    }
+}
+
+fn job(
+    plan: &mut Plan,
+    ticket: &Arc<Ticket>,
+    reply: oneshot::Sender<Result<Done, ApiError>>,
+    reservation: &mut Option<Reservation>,
+) -> Job {
+    let capture = plan.capture.take().zip(reservation.as_mut()).map(|(capture, whole)| JobCapture {
+        spec: capture.spec,
+        metadata: capture.metadata,
+        reservation: whole.split(capture.max_bytes),
+    });
+    Job {
+        ticket: Arc::clone(ticket),
+        token_ids: std::mem::take(&mut plan.token_ids),
+        prompt_tokens: plan.prompt_tokens,
+        max_new_tokens: plan.max_new_tokens,
+        stop_ids: std::mem::take(&mut plan.stop_ids),
+        capture,
+        reply,
+        queued: Instant::now(),
+    }
+}
+
+/// The jobs of one call. Dropping it before [`Call::delivered`] withdraws them and removes the dumps that they had
+/// published: a call that is not answered 200 leaves nothing.
+#[derive(Default)]
+struct Call {
+    tickets: Vec<Arc<Ticket>>,
+    receivers: Vec<oneshot::Receiver<Result<Done, ApiError>>>,
+    published: Mutex<Vec<PathBuf>>,
+    guards: Vec<RidGuard>,
+    delivered: bool,
+}
+
+impl Call {
+    /// The results in order, or the first error.
+    async fn wait(
+        &mut self,
+        deadline: tokio::time::Instant,
+        patience: Duration,
+    ) -> Result<Vec<Done>, ApiError> {
+        let published = &self.published;
+        let mut all = std::pin::pin!(try_join_all(self.receivers.iter_mut().map(|receiver| async move {
+            // A sender that is dropped without a word: the thread that had it is gone.
+            let done = receiver.await.unwrap_or(Err(ApiError::EngineStopped))?;
+            if let Some(capture) = &done.capture {
+                lock(published).push(capture.path.clone());
+            }
+            Ok::<Done, ApiError>(done)
+        })));
+        tokio::select! {
+            done = &mut all => return done,
+            () = tokio::time::sleep_until(deadline) => {}
+        }
+        // Jobs that have started are not bound by the queue's time.
+        if self.tickets.iter().any(|ticket| ticket.expire()) {
+            return Err(ApiError::QueueTimeout { seconds: patience.as_secs() });
+        }
+        all.await
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        if self.delivered {
+            return;
+        }
+        self.tickets.iter().for_each(|ticket| ticket.withdraw(Withdrawn::Gone));
+        for receiver in &mut self.receivers {
+            receiver.close();
+            // It may have been answered between the last poll and now.
+            if let Ok(Ok(Done { capture: Some(capture), .. })) = receiver.try_recv() {
+                sink::remove(&capture.path);
+            }
+        }
+        lock(&self.published).iter().for_each(|path| sink::remove(path));
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    // What is locked here is a list that only grows.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

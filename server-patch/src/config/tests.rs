@@ -1,0 +1,79 @@
+use std::ffi::OsString;
+
+use super::*;
+
+fn args(flags: &str) -> Result<Args, tether_settings::SettingsError> {
+    let flags = format!("tether-server --model m --dump-dir d {flags}");
+    let flags: Vec<OsString> = flags.split_whitespace().map(OsString::from).collect();
+    tether_settings::from_sources("TETHER_SERVER_", flags, std::iter::empty())
+}
+
+#[test]
+fn the_documented_command_line_is_accepted() {
+    let args = args(
+        "--listen 127.0.0.1:30000 --capture-layers 2,30,58 --final post_norm --capture all --dtype float32 --dump-dtype bfloat16 \
+         --device cuda:0 --max-batch-tokens 100 --dump-budget 64GiB --fsync --threads 2 --queue-timeout 30s --max-queued-requests 5 \
+         --writers 3 --dump-ttl 1h --served-model-name x --drain-timeout 10 --log-level debug --log-json --write-buffer 1MiB",
+    )
+    .unwrap();
+    assert_eq!(args.capture_layers, Some(vec![2, 30, 58]));
+    assert_eq!((args.final_state, args.capture), (FinalState::PostNorm, Capture::All));
+    assert_eq!(args.device, Place(Device::Cuda(0)));
+    assert_eq!(args.dump_budget, ByteSize(64 << 30));
+    assert_eq!((args.compute(), args.stored()), (DtypeChoice::Float32, Some(Dtype::BFloat16)));
+    assert_eq!(args.compute_threads(), 2);
+}
+
+#[test]
+fn a_bad_value_is_refused_with_what_is_accepted() {
+    for (flags, parts) in [
+        ("--final prenorm", ["prenorm", "`pre_norm`, `post_norm`, `both` or `none`"]),
+        ("--device gpu", ["gpu", "cpu, cuda or cuda:N"]),
+        ("--device cuda:x", ["cuda:x", "cpu, cuda or cuda:N"]),
+        ("--dump-budget 1.5G", ["1.5G", "64GiB"]),
+        ("--queue-timeout soon", ["soon", "30s"]),
+        ("--threads 0", ["0", "1..=4096"]),
+        ("--max-batch-tokens 0", ["0", "1.."]),
+        ("--capture some", ["some", "tagged, all"]),
+    ] {
+        let text = args(flags).map(drop).unwrap_err().to_string();
+        assert!(parts.iter().all(|part| text.contains(part)), "{flags}: {text}");
+    }
+}
+
+#[test]
+fn default_points_are_those_of_eagle3_or_asked_for() {
+    let defaults = args("").unwrap().capture_defaults(61).unwrap();
+    assert_eq!(defaults.points, [2, 30, 58]);
+    let text = args("").unwrap().capture_defaults(4).map(drop).unwrap_err().to_string();
+    assert!(text.starts_with("--capture-layers is needed, from 0 to 4 on the input axis"), "{text}");
+}
+
+#[test]
+fn a_layer_the_model_does_not_have_is_refused_with_the_range() {
+    for (layers, part) in [("2,99", "point 99 does not exist"), ("-1", "point -1 does not exist"), ("2,2", "point 2 is listed twice")] {
+        let args = args(&format!("--capture-layers {layers}")).unwrap();
+        let text = args.capture_defaults(8).map(drop).unwrap_err().to_string();
+        assert!(text.starts_with("--capture-layers: ") && text.contains(part), "{text}");
+    }
+}
+
+#[test]
+fn the_dump_directory_is_made_and_cleared_of_what_a_killed_server_left() {
+    let dir = tempfile::tempdir().unwrap();
+    let dumps = dir.path().join("a/b/c");
+    assert_eq!(prepare_dump_dir(&dumps).unwrap(), fs::canonicalize(&dumps).unwrap());
+    let stale = dumps.join(format!(".{}.x1y2z3.tmp", tether_dump::RequestId::new()));
+    fs::write(&stale, "half").unwrap();
+    fs::write(dumps.join("kept"), "").unwrap();
+    prepare_dump_dir(&dumps).unwrap();
+    assert!(!stale.exists() && dumps.join("kept").exists());
+    let error = prepare_dump_dir(&dumps.join("kept")).unwrap_err().to_string();
+    assert!(error.starts_with("--dump-dir ") && error.contains("kept"), "{error}");
+}
+
+#[test]
+fn a_model_directory_without_a_config_is_refused_before_anything_else() {
+    let error = args("").unwrap().model_info().unwrap_err();
+    assert!(error.to_string().contains("--model m"), "{error}");
+}

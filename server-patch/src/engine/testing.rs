@@ -1,0 +1,101 @@
+//! A model for tests: its states tell which sequence, row and plane they belong to, and it can be told to misbehave.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+
+use super::{States, StepError, StepModel, StepOutput, StepSequence};
+
+/// A token that makes the step of any sequence that holds it fail.
+pub(crate) const FAILS: i64 = 90;
+/// A token that makes it panic.
+pub(crate) const PANICS: i64 = 91;
+/// A token whose hidden state is NaN.
+pub(crate) const NAN: i64 = 92;
+/// A token after which the logits are no numbers.
+pub(crate) const NO_LOGITS: i64 = 93;
+/// A token that the embedding takes for another one.
+pub(crate) const MISREAD: i64 = 94;
+/// What comes after token 50, and ends a text.
+pub(crate) const EOS: i64 = 51;
+/// One above the largest token.
+pub(crate) const VOCAB: i64 = 100;
+/// Width of a row.
+pub(crate) const HIDDEN: usize = 4;
+/// Layers.
+pub(crate) const LAYERS: i64 = 8;
+
+/// The model. After a sequence that ends with token `t` it predicts `t + 1`; the value of every channel of row `i`, plane
+/// `p` is `token * 1000 + i + p / 10`, in float32.
+#[derive(Clone, Default)]
+pub(crate) struct FakeModel {
+    pub(crate) gate: Arc<Gate>,
+    pub(crate) steps: Arc<Mutex<Vec<Vec<usize>>>>,
+}
+
+/// Holds steps up while closed.
+#[derive(Default)]
+pub(crate) struct Gate {
+    closed: Mutex<bool>,
+    opened: Condvar,
+    at_gate: AtomicUsize,
+}
+
+impl Gate {
+    pub(crate) fn close(&self) {
+        *self.closed.lock().unwrap() = true;
+    }
+
+    pub(crate) fn open(&self) {
+        *self.closed.lock().unwrap() = false;
+        self.opened.notify_all();
+    }
+
+    /// How many steps have come to the gate.
+    pub(crate) fn arrived(&self) -> usize {
+        self.at_gate.load(Ordering::SeqCst)
+    }
+
+    fn pass(&self) {
+        self.at_gate.fetch_add(1, Ordering::SeqCst);
+        let closed = self.closed.lock().unwrap();
+        drop(self.opened.wait_while(closed, |closed| *closed).unwrap());
+    }
+}
+
+/// The value in every channel of a row.
+pub(crate) fn value(token: i64, row: usize, plane: usize) -> f32 {
+    token as f32 * 1000.0 + row as f32 + plane as f32 / 10.0
+}
+
+impl StepModel for FakeModel {
+    fn step(&self, sequences: &[StepSequence<'_>]) -> Result<Vec<StepOutput>, StepError> {
+        self.steps.lock().unwrap().push(sequences.iter().map(|sequence| sequence.token_ids.len()).collect());
+        self.gate.pass();
+        let has = |token| sequences.iter().any(|sequence| sequence.token_ids.contains(&token));
+        if has(FAILS) {
+            return Err(StepError("out of memory, as asked".to_owned()));
+        }
+        assert!(!has(PANICS), "panicked, as asked");
+        let outputs = sequences.iter().map(|sequence| {
+            let states = sequence.capture.map(|capture| {
+                let planes = capture.spec.planes().len();
+                let rows = sequence.token_ids.iter().enumerate().skip(capture.first_row);
+                let values = rows.flat_map(|(row, &token)| {
+                    (0..planes * HIDDEN).map(move |at| match token {
+                        NAN => f32::NAN,
+                        _ => value(token, row, at / HIDDEN),
+                    })
+                });
+                States::new(values.flat_map(f32::to_le_bytes).collect::<Vec<u8>>())
+            });
+            let last = sequence.token_ids[sequence.token_ids.len() - 1];
+            let read = |&token: &i64| if token == MISREAD { token + 1 } else { token };
+            StepOutput {
+                token_ids: sequence.token_ids.iter().map(read).collect(),
+                states,
+                next_token: sequence.next_token.then(|| (last != NO_LOGITS).then_some((last + 1) % VOCAB)),
+            }
+        });
+        Ok(outputs.collect())
+    }
+}

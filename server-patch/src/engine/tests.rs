@@ -1,0 +1,331 @@
+use std::path::Path;
+use std::time::Duration;
+
+use tether_dump::{DumpFile, FinalState, RequestId, TokenHash, dump_path};
+use tokio::sync::oneshot::Receiver;
+
+use super::testing::{EOS, FAILS, Gate, HIDDEN, MISREAD, NAN, NO_LOGITS, PANICS, value};
+use super::*;
+use crate::budget::Budget;
+use crate::identity::Identity;
+use crate::plan::{CaptureMode, Originals};
+use crate::request::GenerateRequest;
+use crate::testing::{Fixture, eventually, files, planner};
+
+type Answer = Receiver<Result<Done, ApiError>>;
+
+/// Jobs for an engine that dumps into `dir`.
+struct Jobs {
+    dir: tempfile::TempDir,
+    budget: Arc<Budget>,
+    metrics: Metrics,
+}
+
+impl Jobs {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let metrics = Metrics::unregistered();
+        let budget = Budget::new(dir.path(), 1 << 30, None, &metrics).unwrap();
+        Self { dir, budget, metrics }
+    }
+
+    fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// A job from a request body without rid, its ID if it is captured, its ticket, and where its answer comes.
+    fn job(&self, body: &str) -> (Job, RequestId, Arc<Ticket>, Answer) {
+        let request = GenerateRequest::parse(body.as_bytes(), 100).unwrap();
+        let plan = planner(CaptureMode::All).plan(request, None, &Originals::default()).unwrap().remove(0);
+        let (reply, answer) = oneshot::channel();
+        let ticket = Ticket::new();
+        let Identity { id, .. } = plan.identity;
+        let capture = plan.capture.map(|capture| JobCapture {
+            spec: capture.spec,
+            metadata: capture.metadata,
+            reservation: futures_util::FutureExt::now_or_never(
+                self.budget.reserve(capture.max_bytes, Duration::from_secs(1)),
+            )
+            .expect("there is room")
+            .unwrap(),
+        });
+        let job = Job {
+            ticket: Arc::clone(&ticket),
+            token_ids: plan.token_ids,
+            prompt_tokens: plan.prompt_tokens,
+            max_new_tokens: plan.max_new_tokens,
+            stop_ids: plan.stop_ids,
+            capture,
+            reply,
+            queued: Instant::now(),
+        };
+        (job, id, ticket, answer)
+    }
+
+    fn run(&self, engine: &Engine, body: &str) -> (Result<Done, ApiError>, RequestId) {
+        let (job, id, _, answer) = self.job(body);
+        engine.submit(vec![job]).unwrap();
+        (answer.blocking_recv().expect("every job is answered"), id)
+    }
+}
+
+fn body(ids: &[i64], new_tokens: usize, rest: &str) -> String {
+    format!(r#"{{"input_ids":{ids:?},"sampling_params":{{"max_new_tokens":{new_tokens}}}{rest}}}"#)
+}
+
+/// Checks that the dump of `id` holds `tokens`, row by row and plane by plane.
+fn assert_dump(dir: &Path, id: RequestId, prompt: &[i64], tokens: &[i64], planes: usize) {
+    let dump = DumpFile::open(&dump_path(dir, id)).unwrap();
+    dump.verify().unwrap();
+    let head = dump.head();
+    assert_eq!(head.metadata.request_id, id);
+    assert_eq!(head.token_ids, tokens);
+    assert_eq!(head.metadata.token_hash, TokenHash::of(prompt));
+    assert_eq!(head.metadata.prompt_tokens, prompt.len());
+    let expected: Vec<u8> = tokens
+        .iter()
+        .enumerate()
+        .flat_map(|(row, &token)| (0..planes * HIDDEN).map(move |at| value(token, row, at / HIDDEN)))
+        .flat_map(f32::to_le_bytes)
+        .collect();
+    assert!(dump.hidden_states() == expected, "every value is that of its token, row and plane");
+}
+
+#[test]
+fn a_prompt_only_job_has_a_dump_and_no_tokens() {
+    let (jobs, fixture) = (Jobs::new(), Fixture::default());
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let (done, id) = jobs.run(&engine, &body(&[1, 2, 3], 0, ""));
+    let done = done.unwrap();
+    assert_eq!((done.output_ids, done.finish), (vec![], Finish::Length));
+    let capture = done.capture.unwrap();
+    assert_eq!(capture.path, dump_path(jobs.path(), id));
+    assert_eq!((capture.num_tokens, capture.final_state), (3, FinalState::PreNorm));
+    assert_eq!(capture.points.iter().map(ToString::to_string).collect::<Vec<_>>(), ["R2", "R4", "R5", "R8"]);
+    assert_dump(jobs.path(), id, &[1, 2, 3], &[1, 2, 3], 4);
+}
+
+#[test]
+fn generated_tokens_follow_each_other_and_the_dump_covers_what_was_asked() {
+    let (jobs, fixture) = (Jobs::new(), Fixture::default());
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let (done, id) = jobs.run(&engine, &body(&[1, 2, 3], 4, ""));
+    assert_eq!(done.unwrap().output_ids, [4, 5, 6, 7]);
+    assert_dump(jobs.path(), id, &[1, 2, 3], &[1, 2, 3], 4);
+
+    let (done, id) = jobs.run(&engine, &body(&[1, 2, 3], 4, r#","capture":{"rows":"all"}"#));
+    assert_eq!(done.unwrap().capture.unwrap().num_tokens, 6);
+    assert_dump(jobs.path(), id, &[1, 2, 3], &[1, 2, 3, 4, 5, 6], 4);
+
+    let (done, id) = jobs.run(&engine, &body(&[48], 9, r#","capture":{"rows":"all","points":[1],"final":"none"}"#));
+    let done = done.unwrap();
+    assert_eq!((done.output_ids, done.finish), (vec![49, 50, EOS], Finish::Stop(EOS)));
+    assert_dump(jobs.path(), id, &[48], &[48, 49, 50], 1);
+}
+
+#[test]
+fn a_capture_changes_no_token() {
+    let (jobs, fixture) = (Jobs::new(), Fixture::default());
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let (with, id) = jobs.run(&engine, &body(&[7, 3], 5, ""));
+    let (without, other) = jobs.run(&engine, &body(&[7, 3], 5, r#","capture":false"#));
+    let without = without.unwrap();
+    assert_eq!(with.unwrap().output_ids, without.output_ids);
+    assert_eq!(without.capture, None);
+    assert_eq!(files(jobs.path()), [format!("{id}.safetensors")], "and {other} has none");
+}
+
+#[test]
+fn what_waits_is_packed_into_one_step_within_the_token_budget() {
+    let (jobs, fixture) = (Jobs::new(), Fixture::default());
+    let gate = Arc::clone(&fixture.model.gate);
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    gate.close();
+    let (first, _, _, first_answer) = jobs.job(&body(&[1], 0, ""));
+    engine.submit(vec![first]).unwrap();
+    eventually("the first step has begun", || gate.arrived() == 1);
+    // 15 + 15 fit into 40, the third does not, and a fourth of 50 runs alone.
+    let prompts = [&[2; 15][..], &[3; 15], &[4; 15], &[5; 50]];
+    let answers: Vec<_> = prompts.map(|ids| {
+        let (job, id, _, answer) = jobs.job(&body(ids, 0, ""));
+        engine.submit(vec![job]).unwrap();
+        (ids, id, answer)
+    })
+    .into_iter()
+    .collect();
+    assert_eq!(jobs.metrics.queue_depth.get(), 4);
+    gate.open();
+    first_answer.blocking_recv().unwrap().unwrap();
+    for (ids, id, answer) in answers {
+        answer.blocking_recv().unwrap().unwrap();
+        assert_dump(jobs.path(), id, ids, ids, 4);
+    }
+    assert_eq!(*fixture.model.steps.lock().unwrap(), [vec![1], vec![15, 15], vec![15], vec![50]]);
+}
+
+#[test]
+fn continued_jobs_and_new_ones_share_steps_and_neither_waits_for_all_of_the_others() {
+    let (jobs, fixture) = (Jobs::new(), Fixture { max_batch_tokens: 10, ..Fixture::default() });
+    let gate = Arc::clone(&fixture.model.gate);
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    gate.close();
+    let (long, _, _, long_answer) = jobs.job(&body(&[1; 8], 6, ""));
+    engine.submit(vec![long]).unwrap();
+    eventually("the first step has begun", || gate.arrived() == 1);
+    let short: Vec<Answer> = (0..3).map(|_| {
+        let (job, _, _, answer) = jobs.job(&body(&[2; 9], 0, ""));
+        engine.submit(vec![job]).unwrap();
+        answer
+    })
+    .collect();
+    gate.open();
+    long_answer.blocking_recv().unwrap().unwrap();
+    short.into_iter().for_each(|answer| drop(answer.blocking_recv().unwrap().unwrap()));
+    let steps: Vec<usize> = fixture.model.steps.lock().unwrap().iter().map(|step| step.iter().sum()).collect();
+    assert_eq!(steps, [8, 9, 9, 10, 9, 11, 9, 12, 13], "in turn: {steps:?}");
+}
+
+#[test]
+fn a_failed_step_fails_its_own_requests_and_no_other() {
+    for bad in [FAILS, PANICS] {
+        let (jobs, fixture) = (Jobs::new(), Fixture::default());
+        let engine = fixture.engine(jobs.path(), &jobs.metrics);
+        let (error, _) = jobs.run(&engine, &body(&[1, bad], 1, ""));
+        let error = error.unwrap_err();
+        assert!(matches!(&error, ApiError::StepFailed(text) if text.contains("as asked")), "{error:?}");
+        let (done, id) = jobs.run(&engine, &body(&[1, 2], 1, ""));
+        assert_eq!(done.unwrap().output_ids, [3]);
+        assert_eq!(files(jobs.path()), [format!("{id}.safetensors")]);
+        assert_eq!(jobs.metrics.steps.with_label_values(&["failed"]).get(), 1);
+    }
+}
+
+#[test]
+fn states_that_are_no_numbers_fail_their_request_and_no_other_of_the_step() {
+    let (jobs, fixture) = (Jobs::new(), Fixture::default());
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let (bad, _, _, bad_answer) = jobs.job(&body(&[1, NAN], 0, ""));
+    let (good, id, _, good_answer) = jobs.job(&body(&[1, 2], 0, ""));
+    engine.submit(vec![bad, good]).unwrap();
+    let error = bad_answer.blocking_recv().unwrap().unwrap_err();
+    assert!(matches!(&error, ApiError::NotFinite(text) if text.contains("token 1, R2")), "{error:?}");
+    good_answer.blocking_recv().unwrap().unwrap();
+    assert_eq!(files(jobs.path()), [format!("{id}.safetensors")]);
+    assert_eq!(jobs.metrics.dumps.with_label_values(&["not_finite"]).get(), 1);
+    let (error, _) = jobs.run(&engine, &body(&[NO_LOGITS], 1, ""));
+    assert!(matches!(error.unwrap_err(), ApiError::NotFinite(_)));
+}
+
+#[test]
+fn states_of_other_tokens_than_the_requests_are_never_published() {
+    let (jobs, fixture) = (Jobs::new(), Fixture::default());
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let (error, _) = jobs.run(&engine, &body(&[1, MISREAD], 0, ""));
+    assert!(matches!(error.unwrap_err(), ApiError::StepFailed(_)));
+    assert!(files(jobs.path()).is_empty());
+    assert_eq!(jobs.metrics.token_mismatches.get(), 1);
+}
+
+/// Closes the gate and fills the engine with one job that waits at it.
+fn hold(jobs: &Jobs, engine: &Engine, gate: &Gate, body: &str) -> (RequestId, Arc<Ticket>, Answer) {
+    gate.close();
+    let before = gate.arrived();
+    let (job, id, ticket, answer) = jobs.job(body);
+    engine.submit(vec![job]).unwrap();
+    eventually("the step has begun", || gate.arrived() == before + 1);
+    (id, ticket, answer)
+}
+
+#[test]
+fn a_withdrawn_job_leaves_nothing_wherever_it_was() {
+    let (jobs, fixture) = (Jobs::new(), Fixture::default());
+    let gate = Arc::clone(&fixture.model.gate);
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    // One is in its step, one waits; then both clients go.
+    let (_, in_step, in_step_answer) = hold(&jobs, &engine, &gate, &body(&[1], 0, ""));
+    let (waiting, _, ticket, waiting_answer) = jobs.job(&body(&[2], 0, ""));
+    engine.submit(vec![waiting]).unwrap();
+    for (ticket, answer) in [(in_step, in_step_answer), (ticket, waiting_answer)] {
+        ticket.withdraw(Withdrawn::Gone);
+        drop(answer);
+    }
+    gate.open();
+    let (done, id) = jobs.run(&engine, &body(&[3], 0, ""));
+    done.unwrap();
+    drop(engine);
+    assert_eq!(files(jobs.path()), [format!("{id}.safetensors")]);
+    assert_eq!(fixture.model.steps.lock().unwrap().len(), 2, "the one that waited was never run");
+    assert_eq!(jobs.metrics.dump_reserved_bytes.get(), 0);
+}
+
+#[test]
+fn an_aborted_job_is_answered_with_what_it_had_and_has_no_dump() {
+    let (jobs, fixture) = (Jobs::new(), Fixture::default());
+    let gate = Arc::clone(&fixture.model.gate);
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let (_, ticket, answer) = hold(&jobs, &engine, &gate, &body(&[1], 20, ""));
+    ticket.withdraw(Withdrawn::Aborted);
+    gate.open();
+    let done = answer.blocking_recv().unwrap().unwrap();
+    assert_eq!((done.finish, done.output_ids, done.capture), (Finish::Aborted, vec![2], None));
+    let (_, ticket, answer) = hold(&jobs, &engine, &gate, &body(&[1], 0, ""));
+    ticket.withdraw(Withdrawn::Aborted);
+    gate.open();
+    assert_eq!(answer.blocking_recv().unwrap().unwrap().finish, Finish::Aborted);
+    drop(engine);
+    assert!(files(jobs.path()).is_empty());
+}
+
+#[test]
+fn a_full_queue_refuses_and_withdrawn_jobs_make_room() {
+    let (jobs, fixture) = (Jobs::new(), Fixture { max_queued: 2, ..Fixture::default() });
+    let gate = Arc::clone(&fixture.model.gate);
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let (_, _, held) = hold(&jobs, &engine, &gate, &body(&[1], 0, ""));
+    let (a, _, ticket, _answer) = jobs.job(&body(&[2], 0, ""));
+    let (b, ..) = jobs.job(&body(&[3], 0, ""));
+    let (c, ..) = jobs.job(&body(&[4], 0, ""));
+    engine.submit(vec![a, b]).unwrap();
+    assert_eq!(engine.submit(vec![c]), Err(ApiError::QueueFull));
+    ticket.withdraw(Withdrawn::Gone);
+    let (d, _, _, answer) = jobs.job(&body(&[5], 0, ""));
+    engine.submit(vec![d]).unwrap();
+    gate.open();
+    held.blocking_recv().unwrap().unwrap();
+    answer.blocking_recv().unwrap().unwrap();
+}
+
+#[test]
+fn closing_answers_what_waits_and_ends_the_thread_after_its_step() {
+    let (jobs, fixture) = (Jobs::new(), Fixture::default());
+    let gate = Arc::clone(&fixture.model.gate);
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let (id, _, in_step) = hold(&jobs, &engine, &gate, &body(&[1], 0, ""));
+    let (waiting, _, _, waiting_answer) = jobs.job(&body(&[2], 0, ""));
+    engine.submit(vec![waiting]).unwrap();
+    engine.close();
+    assert_eq!(waiting_answer.blocking_recv().unwrap(), Err(ApiError::EngineStopped));
+    let (late, ..) = jobs.job(&body(&[3], 0, ""));
+    assert_eq!(engine.submit(vec![late]), Err(ApiError::EngineStopped));
+    gate.open();
+    drop(engine);
+    in_step.blocking_recv().unwrap().unwrap();
+    assert_eq!(files(jobs.path()), [format!("{id}.safetensors")], "a result that was there is kept");
+}
+
+#[test]
+fn a_model_that_does_not_load_ends_the_thread_with_its_reason() {
+    let (jobs, fixture) = (Jobs::new(), Fixture::default());
+    let (told, reason) = std::sync::mpsc::channel();
+    let options = EngineOptions { max_batch_tokens: 1, max_queued: 1 };
+    let sink = fixture.sink(jobs.path(), &jobs.metrics);
+    let load = || Err::<testing::FakeModel, _>("no weights");
+    let engine = Engine::start(options, sink, jobs.metrics.clone(), load, move |result| {
+        told.send(result.map(drop)).unwrap();
+    });
+    assert_eq!(reason.recv().unwrap(), Err("no weights"));
+    eventually("the queue is closed", || {
+        let (job, ..) = jobs.job(&body(&[1], 0, ""));
+        engine.submit(vec![job]) == Err(ApiError::EngineStopped)
+    });
+}

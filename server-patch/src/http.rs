@@ -1,0 +1,316 @@
+//! Routes, bodies and headers: from a hyper request to the app and back.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use bytes::{Bytes, BytesMut};
+use http::header::{ALLOW, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER};
+use http::{HeaderMap, Method, Request, Response, StatusCode};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::{BodyExt, Full};
+use serde::Deserialize;
+use serde_json::json;
+
+use crate::app::{App, CallId};
+use crate::error::ApiError;
+use crate::metrics::{Metrics, Outcome};
+use crate::plan::Originals;
+
+/// Longest request body, as at the proxy.
+pub const MAX_BODY: usize = 512 * 1000 * 1000;
+/// Longest pause between two pieces of a body.
+const BODY_PAUSE: Duration = Duration::from_secs(60);
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const CLIENT_REQUEST_ID: HeaderName = HeaderName::from_static("x-client-request-id");
+const TETHER_CAPTURE: HeaderName = HeaderName::from_static("x-tether-capture");
+
+/// The body of every reply.
+pub type ReplyBody = Tracked<Full<Bytes>>;
+
+impl App {
+    /// Answers one request.
+    pub async fn handle<B>(self: Arc<Self>, request: Request<B>) -> Response<ReplyBody>
+    where
+        B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin,
+    {
+        // HEAD is GET without the body, which hyper leaves out.
+        let method = match request.method() {
+            &Method::HEAD => &Method::GET,
+            method => method,
+        };
+        let path = request.uri().path().to_owned();
+        let allowed = match path.as_str() {
+            "/generate" | "/abort_request" => "POST, PUT",
+            "/health" | "/get_model_info" | "/model_info" | "/v1/models" | "/metrics" => "GET, HEAD",
+            _ => return plain(error_reply(&ApiError::NotFound)),
+        };
+        if !allowed.split(", ").any(|allowed| allowed == method.as_str()) {
+            return plain(error_reply(&ApiError::MethodNotAllowed { allowed }));
+        }
+        match path.as_str() {
+            "/generate" => return self.generate_route(request).await,
+            "/abort_request" => plain(self.abort_route(request).await.unwrap_or_else(|error| error_reply(&error))),
+            "/health" => plain(self.health()),
+            "/metrics" => plain(self.metrics_text()),
+            "/v1/models" => plain(json_reply(StatusCode::OK, &self.models())),
+            _ => plain(json_reply(StatusCode::OK, &self.model_info())),
+        }
+    }
+
+    async fn generate_route<B>(self: Arc<Self>, request: Request<B>) -> Response<ReplyBody>
+    where
+        B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin,
+    {
+        let started = Instant::now();
+        let in_flight = InFlight::begin(&self, started);
+        let mut call_id = CallId::new(request.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok()));
+        let result = async {
+            self.lifecycle.check()?;
+            json_content(request.headers())?;
+            let originals = Originals::read(request.headers().get(CLIENT_REQUEST_ID).map(HeaderValue::as_bytes));
+            let body = read_body(request.into_body(), MAX_BODY).await?;
+            self.generate(body, &mut call_id, originals, started).await
+        };
+        let result = result.await;
+        let request_id = call_id.as_str();
+        let (mut response, outcome) = match &result {
+            Ok(generated) => {
+                tracing::debug!(request_id, seconds = started.elapsed().as_secs_f64(), "answered");
+                let mut response = json_reply(StatusCode::OK, &generated.body);
+                if generated.captured_none {
+                    response.headers_mut().insert(TETHER_CAPTURE, HeaderValue::from_static("none"));
+                }
+                (response, if generated.aborted { Outcome::Aborted } else { Outcome::Ok })
+            }
+            Err(error) => {
+                let status = error.status();
+                if status == StatusCode::INTERNAL_SERVER_ERROR {
+                    tracing::error!(request_id, %error, "failed");
+                } else {
+                    tracing::info!(request_id, status = status.as_u16(), %error, "refused");
+                }
+                let outcome = match status {
+                    StatusCode::INTERNAL_SERVER_ERROR => Outcome::Failed,
+                    StatusCode::SERVICE_UNAVAILABLE => Outcome::Overloaded,
+                    _ => Outcome::Refused,
+                };
+                (error_reply(error), outcome)
+            }
+        };
+        if let Ok(id) = HeaderValue::from_str(request_id) {
+            response.headers_mut().insert(REQUEST_ID, id);
+        }
+        response.map(|body| Tracked::new(body, Some((in_flight, outcome))))
+    }
+
+    async fn abort_route<B>(&self, request: Request<B>) -> Result<Response<Full<Bytes>>, ApiError>
+    where
+        B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin,
+    {
+        #[derive(Deserialize)]
+        struct Abort {
+            #[serde(default)]
+            rid: Option<String>,
+            #[serde(default)]
+            abort_all: Option<bool>,
+        }
+        json_content(request.headers())?;
+        let body = read_body(request.into_body(), 64 * 1024).await?;
+        let abort: Abort = serde_json::from_slice(&body)?;
+        if abort.abort_all == Some(true) {
+            self.abort_all();
+        } else if let Some(rid) = abort.rid {
+            self.abort(&rid);
+        }
+        Ok(Response::new(Full::default()))
+    }
+
+    fn health(&self) -> Response<Full<Bytes>> {
+        let mut response = Response::new(Full::default());
+        if let Err(error) = self.lifecycle.check() {
+            response = error_reply(&error);
+        }
+        response
+    }
+
+    fn metrics_text(&self) -> Response<Full<Bytes>> {
+        match prometheus::TextEncoder::new().encode_to_string(&self.registry.gather()) {
+            Ok(text) => typed(StatusCode::OK, "text/plain; version=0.0.4; charset=utf-8", text.into()),
+            Err(error) => error_reply(&ApiError::StepFailed(format!("the metrics could not be encoded: {error}"))),
+        }
+    }
+
+    fn models(&self) -> serde_json::Value {
+        let model = &self.planner.model;
+        json!({"object": "list", "data": [{
+            "id": model.name, "object": "model", "created": 0, "owned_by": "tether", "root": model.name, "parent": null,
+            "max_model_len": model.context,
+        }]})
+    }
+
+    fn model_info(&self) -> serde_json::Value {
+        let model = &self.planner.model;
+        let defaults = &self.planner.defaults;
+        json!({
+            "model_path": model.path, "served_model_name": model.name, "tokenizer_path": model.path,
+            "is_generation": true, "preferred_sampling_params": null, "weight_version": "default",
+            "architectures": [model.architecture],
+            "tether": {
+                "version": self.planner.server, "config_hash": model.config_hash, "num_layers": model.num_layers,
+                "hidden_size": model.hidden_size, "vocab_size": model.vocab_size, "max_model_len": model.context,
+                "points": defaults.spec.planes(), "final": defaults.final_state,
+                "dtype": self.planner.dump_dtype.get(), "dump_dir": self.dump_dir,
+            },
+        })
+    }
+}
+
+/// Refuses what does not call itself JSON, as SGLang does: a form or a text that happens to parse was not meant.
+fn json_content(headers: &HeaderMap) -> Result<(), ApiError> {
+    let given = headers.get(CONTENT_TYPE).map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
+    let essence = given.as_deref().unwrap_or_default().split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    if essence == "application/json" || (essence.starts_with("application/") && essence.ends_with("+json")) {
+        return Ok(());
+    }
+    let found = given.map_or_else(|| "is missing".to_owned(), |given| format!("is {:?}", crate::json::clipped(&given)));
+    Err(ApiError::NotJson(format!("the content type {found}; application/json is expected")))
+}
+
+/// The whole body, if it is not longer than `limit`.
+async fn read_body<B>(mut body: B, limit: usize) -> Result<Bytes, ApiError>
+where
+    B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin,
+{
+    // Said before a byte is read: the client need not send it.
+    if body.size_hint().lower() > limit as u64 {
+        return Err(ApiError::BodyTooLong { limit });
+    }
+    let mut whole = BytesMut::new();
+    loop {
+        let frame = tokio::time::timeout(BODY_PAUSE, body.frame()).await;
+        let frame = match frame.map_err(|_| ApiError::BodyStalled { seconds: BODY_PAUSE.as_secs() })? {
+            None => return Ok(whole.freeze()),
+            Some(frame) => frame.map_err(|error| ApiError::BodyBroken(error.to_string()))?,
+        };
+        let Ok(data) = frame.into_data() else { continue };
+        if whole.len() + data.len() > limit {
+            return Err(ApiError::BodyTooLong { limit });
+        }
+        // What is announced is reserved only as it arrives, so that a lying length costs nothing.
+        whole.extend_from_slice(&data);
+    }
+}
+
+fn error_reply(error: &ApiError) -> Response<Full<Bytes>> {
+    let mut response = json_reply(error.status(), &error.body());
+    if let Some(seconds) = error.retry_after() {
+        response.headers_mut().insert(RETRY_AFTER, seconds.into());
+    }
+    if let ApiError::MethodNotAllowed { allowed } = error {
+        response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
+    }
+    response
+}
+
+fn json_reply(status: StatusCode, body: &serde_json::Value) -> Response<Full<Bytes>> {
+    typed(status, "application/json", body.to_string().into())
+}
+
+fn typed(status: StatusCode, content_type: &'static str, body: Bytes) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(body));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    response
+}
+
+fn plain(response: Response<Full<Bytes>>) -> Response<ReplyBody> {
+    response.map(|body| Tracked::new(body, None))
+}
+
+/// Counts one call of `/generate` as in flight until dropped, then records how it ended. The reply's body owns it, so a
+/// client that hangs up is a [`Outcome::ClientGone`] without anyone having to notice.
+#[must_use = "dropping the guard ends the request"]
+pub struct InFlight {
+    app: Arc<App>,
+    started: Instant,
+    outcome: Outcome,
+}
+
+impl InFlight {
+    fn begin(app: &Arc<App>, started: Instant) -> Self {
+        app.metrics.in_flight.inc();
+        app.lifecycle.enter();
+        Self { app: Arc::clone(app), started, outcome: Outcome::ClientGone }
+    }
+
+    fn end(mut self, outcome: Outcome) {
+        self.outcome = outcome;
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let metrics: &Metrics = &self.app.metrics;
+        metrics.in_flight.dec();
+        let ended = metrics.request_seconds.with_label_values(&[self.outcome.as_str()]);
+        ended.observe(self.started.elapsed().as_secs_f64());
+        self.app.lifecycle.leave();
+    }
+}
+
+/// A reply's body with the guard of its request, which ends with the last frame, an error, or the drop.
+pub struct Tracked<B> {
+    inner: B,
+    guard: Option<(InFlight, Outcome)>,
+}
+
+impl<B: Body> Tracked<B> {
+    fn new(inner: B, guard: Option<(InFlight, Outcome)>) -> Self {
+        let mut tracked = Self { inner, guard };
+        tracked.watch_end();
+        tracked
+    }
+
+    fn watch_end(&mut self) {
+        if self.inner.is_end_stream() {
+            self.end();
+        }
+    }
+
+    fn end(&mut self) {
+        if let Some((guard, outcome)) = self.guard.take() {
+            guard.end(outcome);
+        }
+    }
+}
+
+impl<B: Body + Unpin> Body for Tracked<B> {
+    type Data = B::Data;
+    type Error = B::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+        let polled = Pin::new(&mut self.inner).poll_frame(cx);
+        match &polled {
+            Poll::Ready(None) => self.end(),
+            Poll::Ready(Some(Ok(_))) => self.watch_end(),
+            // Dropped with its outcome of a client gone: the reply broke off.
+            Poll::Ready(Some(Err(_))) => self.guard = None,
+            Poll::Pending => {}
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,28 @@
+//! The Tether server: SGLang's `/generate` over a DeepSeek model, whose replies leave once the hidden states of their
+//! request are on disk under its ID.
+//!
+//! A request is read ([`request`]), planned against the model ([`plan`]), given room in the dump directory ([`budget`]) and
+//! queued for the one thread that owns the model ([`engine`]), which packs what waits into steps by token budget.
+//! Finished captures go to a bounded pool of writers ([`sink`]), and their replies leave from there. [`app`] is the way of
+//! one call through all of these, [`http`] and [`serve`] put it on a port, [`startup`] builds everything from the
+//! [`config`].
+
+pub mod app;
+pub mod budget;
+pub mod config;
+pub mod engine;
+pub mod error;
+pub mod http;
+pub mod identity;
+mod json;
+pub mod metrics;
+pub mod plan;
+pub mod request;
+pub mod serve;
+pub mod sink;
+pub mod startup;
+#[cfg(test)]
+mod testing;
+pub mod tokenizer;
+pub mod torch;
+pub mod units;

@@ -1,0 +1,269 @@
+//! From settings to a running server: cheap checks, the port, then the model in the background.
+
+use std::future::pending;
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use prometheus::Registry;
+use tether_dump::FinalState;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
+
+use crate::app::{App, Lifecycle};
+use crate::budget::Budget;
+use crate::config::{Args, prepare_dump_dir};
+use crate::engine::{Engine, EngineOptions};
+use crate::identity::InFlightRids;
+use crate::metrics::Metrics;
+use crate::plan::{Planner, both_axes};
+use crate::serve::serve;
+use crate::sink::{Sink, SinkOptions};
+use crate::tokenizer::{Tokenizer, TokenizerError};
+use crate::torch::{TorchError, TorchModel, TorchOptions};
+
+/// Packed rows that go through a layer together: products no longer get faster with more, and activations stay small.
+const TILE_TOKENS: usize = 2048;
+
+/// Why the server did not start, or stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The settings.
+    #[error(transparent)]
+    Config(#[from] crate::config::ConfigError),
+    /// The tokenizer.
+    #[error("the tokenizer in --model {} cannot be used", dir.display())]
+    Tokenizer {
+        /// The checkpoint.
+        dir: std::path::PathBuf,
+        /// Why.
+        source: TokenizerError,
+    },
+    /// The address.
+    #[error("--listen {address}: cannot listen there")]
+    Listen {
+        /// As given.
+        address: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The dump directory.
+    #[error("cannot list --dump-dir {}", dir.display())]
+    Scan {
+        /// The directory.
+        dir: std::path::PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The model.
+    #[error(transparent)]
+    Model(#[from] TorchError),
+    /// The metrics or the signals.
+    #[error("cannot set up the process")]
+    Process(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// The engine thread is gone.
+    #[error("the engine thread ended before the model was loaded")]
+    EngineGone,
+    /// Requests were cut.
+    #[error("{0} requests did not end within --drain-timeout and were cut")]
+    Cut(usize),
+}
+
+/// Starts the server, and runs it until SIGTERM or SIGINT.
+///
+/// # Errors
+/// See [`StartError`].
+pub async fn run(args: Args) -> Result<(), StartError> {
+    let process = |error: prometheus::Error| StartError::Process(Box::new(error));
+    let signals = |error: std::io::Error| StartError::Process(Box::new(error));
+    let model = args.model_info()?;
+    let defaults = args.capture_defaults(model.num_layers)?;
+    let dump_dir = prepare_dump_dir(&args.dump_dir)?;
+    let tokenizer = Tokenizer::read(&args.model)
+        .map_err(|source| StartError::Tokenizer { dir: args.model.clone(), source })?;
+    let listener = TcpListener::bind(&args.listen)
+        .await
+        .map_err(|source| StartError::Listen { address: args.listen.clone(), source })?;
+    let address = listener.local_addr().map_err(signals)?;
+    let mut terminate = signal(SignalKind::terminate()).map_err(signals)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(signals)?;
+    let registry = Registry::new();
+    let metrics = Metrics::register(&registry).map_err(process)?;
+    metrics.max_batch_tokens.set(i64::from(args.max_batch_tokens));
+    let budget = Budget::new(&dump_dir, args.dump_budget.0, args.dump_ttl.map(|ttl| ttl.0), &metrics)
+        .map_err(|source| StartError::Scan { dir: dump_dir.clone(), source })?;
+
+    if matches!(args.final_state, FinalState::Both | FinalState::None) {
+        tracing::warn!(
+            r#final = %args.final_state,
+            "readers of vLLM's layout take a dump's last plane for the state before the final norm; with this --final it is not"
+        );
+    }
+    if tokenizer.is_none() {
+        tracing::warn!(model = %args.model.display(), "no tokenizer.json: only `input_ids` are served, and replies have no text");
+    }
+    let planner = Planner {
+        model,
+        defaults,
+        tokenizer,
+        dump_dtype: OnceLock::new(),
+        server: format!("tether-server {}", env!("CARGO_PKG_VERSION")),
+    };
+    table(&args, &planner, &dump_dir, &address.to_string());
+
+    let sink = Sink::start(
+        SinkOptions {
+            dir: dump_dir.clone(),
+            fsync: args.fsync,
+            writers: args.writers as usize,
+            buffer_bytes: args.write_buffer.0,
+            hidden_size: planner.model.hidden_size,
+        },
+        metrics.clone(),
+    );
+    let options = TorchOptions {
+        dir: args.model.clone(),
+        device: args.device.0,
+        dtype: args.compute(),
+        dump_dtype: args.stored(),
+        threads: args.compute_threads(),
+        tile_tokens: TILE_TOKENS,
+    };
+    let spec = Arc::clone(&planner.defaults.spec);
+    let (loaded, model_loaded) = oneshot::channel();
+    let load_started = Instant::now();
+    let engine = Engine::start(
+        EngineOptions {
+            max_batch_tokens: args.max_batch_tokens as usize,
+            max_queued: args.max_queued_requests as usize,
+        },
+        sink,
+        metrics.clone(),
+        move || {
+            let model = TorchModel::load(&options)?;
+            model.warm_up(&spec)?;
+            Ok(model)
+        },
+        move |result: Result<&TorchModel, TorchError>| {
+            // If the server has stopped meanwhile, nobody waits to hear this.
+            let _ = loaded.send(result.map(|model| (model.dump_dtype(), model.compute_note())));
+        },
+    );
+    let app = Arc::new(App {
+        planner,
+        engine,
+        budget: Arc::clone(&budget),
+        dump_dir,
+        queue_timeout: args.queue_timeout.0,
+        metrics: metrics.clone(),
+        registry,
+        rids: InFlightRids::default(),
+        lifecycle: Lifecycle::default(),
+    });
+    let scanning = tokio::spawn(budget.keep_scanning(pending()));
+
+    let (stop, stopped) = oneshot::channel::<()>();
+    let server = tokio::spawn({
+        let app = Arc::clone(&app);
+        let drain_timeout = args.drain_timeout.0;
+        async move { serve(listener, app, async { drop(stopped.await) }, drain_timeout).await }
+    });
+    let early = tokio::select! {
+        result = model_loaded => match result {
+            Ok(Ok((dtype, compute))) => {
+                // Set here and nowhere else.
+                let _ = app.planner.dump_dtype.set(dtype);
+                metrics.load_seconds.set(load_started.elapsed().as_secs_f64());
+                metrics.ready.set(1);
+                app.lifecycle.serve();
+                let seconds = load_started.elapsed().as_secs_f64();
+                tracing::info!(%address, compute, dump_dtype = %dtype, seconds, "ready");
+                None
+            }
+            Ok(Err(error)) => return Err(error.into()),
+            Err(_) => return Err(StartError::EngineGone),
+        },
+        signal = told(&mut terminate, &mut interrupt) => Some(signal),
+    };
+    let signal = match early {
+        Some(signal) => signal,
+        None => told(&mut terminate, &mut interrupt).await,
+    };
+    tracing::info!(signal, "stopping; a second signal stops at once");
+    // The server listens for this as long as it runs.
+    let _ = stop.send(());
+    let drained = tokio::select! {
+        drained = server => drained.map_err(|error| StartError::Process(Box::new(error)))?,
+        _ = told(&mut terminate, &mut interrupt) => return Err(StartError::Cut(app.lifecycle.in_flight())),
+    };
+    scanning.abort();
+    if drained.cut > 0 {
+        return Err(StartError::Cut(drained.cut));
+    }
+    // A model that is still being loaded is not waited for: nothing of it is left behind.
+    if early.is_none() {
+        // Joins the engine, which joins the writers.
+        tokio::task::spawn_blocking(move || drop(app)).await.map_err(|error| StartError::Process(Box::new(error)))?;
+    }
+    tracing::info!("stopped");
+    Ok(())
+}
+
+/// Waits for the signal to stop, and names it.
+async fn told(terminate: &mut Signal, interrupt: &mut Signal) -> &'static str {
+    tokio::select! {
+        _ = terminate.recv() => "SIGTERM",
+        _ = interrupt.recv() => "SIGINT",
+    }
+}
+
+/// What will be served, for the log.
+fn table(args: &Args, planner: &Planner, dump_dir: &Path, address: &str) {
+    let model = &planner.model;
+    let spec = &planner.defaults.spec;
+    let (input, output) = both_axes(spec);
+    let points: Vec<String> = spec.planes().iter().map(ToString::to_string).collect();
+    let points = points.join(",");
+    if args.log_json {
+        tracing::info!(
+            version = env!("CARGO_PKG_VERSION"),
+            address,
+            model = model.name,
+            architecture = model.architecture,
+            layers = model.num_layers,
+            hidden = model.hidden_size,
+            vocab = model.vocab_size,
+            context = model.context,
+            points,
+            input_axis = input,
+            output_axis = output,
+            r#final = %args.final_state,
+            device = ?args.device.0,
+            dtype = ?args.dtype,
+            dump_dtype = ?args.dump_dtype,
+            threads = args.compute_threads(),
+            max_batch_tokens = args.max_batch_tokens,
+            dump_dir = %dump_dir.display(),
+            dump_budget = %args.dump_budget,
+            fsync = args.fsync,
+            "starting"
+        );
+        return;
+    }
+    let auto = |dtype: crate::config::ComputeDtype| format!("{dtype:?}").to_lowercase();
+    let rows = [
+        ("address", address.to_owned()),
+        ("model", format!("{} ({}, config {})", model.name, model.architecture, &model.config_hash[..12.min(model.config_hash.len())])),
+        ("shape", format!("{} layers, hidden {}, vocabulary {}, context {}", model.num_layers, model.hidden_size, model.vocab_size, model.context)),
+        ("planes", format!("{points} (final {})", args.final_state)),
+        ("input axis", format!("{input} (SGLang, vLLM, speculators, --capture-layers)")),
+        ("output axis", format!("{output} (SpecForge, ModelOpt, TorchSpec, NeMo)")),
+        ("capture", format!("{:?}", args.capture).to_lowercase()),
+        ("compute", format!("{:?}, dtype {}, {} threads", args.device.0, auto(args.dtype), args.compute_threads())),
+        ("batch", format!("{} tokens", args.max_batch_tokens)),
+        ("dumps", format!("{} ({}, budget {}{})", dump_dir.display(), auto(args.dump_dtype), args.dump_budget, if args.fsync { ", fsync" } else { "" })),
+    ];
+    let lines: String = rows.iter().map(|(name, value)| format!("\n  {name:<12} {value}")).collect();
+    tracing::info!("tether-server {}{lines}", env!("CARGO_PKG_VERSION"));
+}
