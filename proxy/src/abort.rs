@@ -43,16 +43,20 @@ pub async fn handle(app: &Arc<App>, request: Request<Incoming>) -> Result<Respon
     let wish: Wish = serde_json::from_slice(&body).map_err(|error| ProxyError::Abort(error.to_string()))?;
     let mut orders: Vec<(Arc<Upstream>, Value)> = Vec::new();
     if wish.abort_all {
-        orders.extend(app.upstreams.all().iter().map(|upstream| (upstream.clone(), json!({"abort_all": true}))));
+        orders.extend(
+            app.upstreams.all().iter().map(|upstream| (upstream.clone(), json!({"abort_all": true}))),
+        );
     } else {
-        let rid = wish.rid.ok_or_else(|| ProxyError::Abort("neither `rid` nor `abort_all` is there".into()))?;
+        let rid =
+            wish.rid.ok_or_else(|| ProxyError::Abort("neither `rid` nor `abort_all` is there".into()))?;
         let known = app.table.named(&rid);
         for id in &known {
             orders.extend(app.table.upstream(*id).map(|upstream| (upstream, json!({ "rid": id }))));
         }
         // An ID that may have been given by another proxy in front of the same servers.
         if let (true, Ok(id)) = (known.is_empty(), rid.parse::<RequestId>()) {
-            orders.extend(app.upstreams.all().iter().map(|upstream| (upstream.clone(), json!({ "rid": id }))));
+            orders
+                .extend(app.upstreams.all().iter().map(|upstream| (upstream.clone(), json!({ "rid": id }))));
         }
     }
     let mut results = Vec::with_capacity(orders.len());

@@ -68,6 +68,14 @@ impl Call {
         }
     }
 
+    /// The reply begins.
+    pub fn replying(&mut self) {
+        // How far it had come is how far it came, if it has ended.
+        if self.end.is_none() {
+            self.phase = Phase::Replying;
+        }
+    }
+
     /// The whole reply was handed to the socket.
     pub fn answered(&mut self) {
         self.end.get_or_insert(Ok(()));

@@ -114,7 +114,9 @@ pub enum OnMismatch {
 
 /// Text that is not an `--upstream`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` is not an upstream: {reason}; expected `http://host:port` or `http://host:port,dump-dir=DIR`")]
+#[error(
+    "`{text}` is not an upstream: {reason}; expected `http://host:port` or `http://host:port,dump-dir=DIR`"
+)]
 pub struct InvalidUpstream {
     text: String,
     reason: String,
@@ -170,7 +172,9 @@ impl FromStr for UpstreamSpec {
         let mut dump_dir = None;
         for field in fields {
             match field.split_once('=') {
-                Some(("dump-dir", dir)) if !dir.is_empty() && dump_dir.is_none() => dump_dir = Some(PathBuf::from(dir)),
+                Some(("dump-dir", dir)) if !dir.is_empty() && dump_dir.is_none() => {
+                    dump_dir = Some(PathBuf::from(dir));
+                }
                 _ => return Err(invalid(format!("`{field}` is not an option, or is empty or repeated"))),
             }
         }
@@ -277,7 +281,8 @@ mod tests {
         let (all, own) = (dir.path().join("all"), dir.path().join("own"));
         let second = format!("http://b:1,dump-dir={}", own.display());
         let args =
-            parse(&["--upstream", "http://a:1", "--upstream", &second, "--dump-dir", all.to_str().unwrap()]).unwrap();
+            parse(&["--upstream", "http://a:1", "--upstream", &second, "--dump-dir", all.to_str().unwrap()])
+                .unwrap();
         let args = args.resolve().unwrap();
         assert_eq!(args.upstream[0].dump_dir.as_deref(), Some(&*all));
         assert_eq!(args.upstream[1].dump_dir.as_deref(), Some(&*own));
@@ -291,9 +296,13 @@ mod tests {
         let twice = parse(&["--upstream", "http://a:1", "--upstream", "http://a:1/"]).unwrap();
         assert_eq!(twice.resolve().unwrap_err().to_string(), "--upstream http://a:1 is given twice");
         let small = parse(&["--upstream", "http://a:1", "--body-memory", "1MB"]).unwrap();
-        assert_eq!(small.resolve().unwrap_err().to_string(), "--max-body 512MB is more than --body-memory 1MB");
+        assert_eq!(
+            small.resolve().unwrap_err().to_string(),
+            "--max-body 512MB is more than --body-memory 1MB"
+        );
         let file = tempfile::NamedTempFile::new().unwrap();
-        let no_dir = parse(&["--upstream", "http://a:1", "--dump-dir", file.path().to_str().unwrap()]).unwrap();
+        let no_dir =
+            parse(&["--upstream", "http://a:1", "--dump-dir", file.path().to_str().unwrap()]).unwrap();
         assert!(no_dir.resolve().unwrap_err().to_string().contains(file.path().to_str().unwrap()));
     }
 }

@@ -16,14 +16,21 @@ pub struct Delivery {
     captured: Vec<RequestId>,
     dir: Option<Arc<Path>>,
     orphans: Orphans,
-    delivered: bool,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Underway,
+    Delivered,
+    NoUse,
 }
 
 impl Delivery {
     /// For a request that is about to be sent to `upstream`. `captured` are those of its IDs that may get a dump.
     pub fn new(entered: Entered, captured: Vec<RequestId>, upstream: &Upstream, orphans: Orphans) -> Self {
         captured.iter().for_each(|&id| orphans.forget(id));
-        Self { entered, captured, dir: upstream.dump_dir.clone(), orphans, delivered: false }
+        Self { entered, captured, dir: upstream.dump_dir.clone(), orphans, state: State::Underway }
     }
 
     /// Where its dumps are looked for.
@@ -39,13 +46,20 @@ impl Delivery {
 
     /// Its dumps are the client's, or there are none.
     pub fn delivered(&mut self) {
-        self.delivered = true;
+        if self.state == State::Underway {
+            self.state = State::Delivered;
+        }
+    }
+
+    /// The reply is an error, whether it arrives or not: what was published before it, nobody will fetch.
+    pub fn is_of_no_use(&mut self) {
+        self.state = State::NoUse;
     }
 }
 
 impl Drop for Delivery {
     fn drop(&mut self) {
-        if let (false, Some(dir)) = (self.delivered, &self.dir) {
+        if let (State::Underway | State::NoUse, Some(dir)) = (self.state, &self.dir) {
             self.captured.iter().for_each(|&id| self.orphans.add(id, dir.clone()));
         }
     }

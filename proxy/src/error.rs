@@ -34,7 +34,9 @@ pub enum ProxyError {
     #[error("`n` is {0} and `rows` is `all`: one dump cannot hold the generated tokens of several samples")]
     Samples(u64),
     /// Not an abort.
-    #[error("the body of /abort_request is not accepted: {0}; expected {{\"rid\": string}} or {{\"abort_all\": true}}")]
+    #[error(
+        "the body of /abort_request is not accepted: {0}; expected {{\"rid\": string}} or {{\"abort_all\": true}}"
+    )]
     Abort(String),
     /// A tunnel was asked for.
     #[error("the method CONNECT is not supported")]
@@ -58,7 +60,9 @@ impl ProxyError {
                 (StatusCode::BAD_REQUEST, Refusal::InvalidBody)
             }
             Self::Decode(DecodeError::Corrupt { .. }) => (StatusCode::BAD_REQUEST, Refusal::Encoding),
-            Self::Decode(DecodeError::Unsupported(_)) => (StatusCode::UNSUPPORTED_MEDIA_TYPE, Refusal::Encoding),
+            Self::Decode(DecodeError::Unsupported(_)) => {
+                (StatusCode::UNSUPPORTED_MEDIA_TYPE, Refusal::Encoding)
+            }
             Self::Samples(_) => (StatusCode::BAD_REQUEST, Refusal::Unsupported),
             Self::Connect => (StatusCode::METHOD_NOT_ALLOWED, Refusal::Unsupported),
             Self::Read(error) | Self::Decode(DecodeError::Limit(error)) => match error {

@@ -4,8 +4,8 @@ mod family;
 
 use prometheus::{Gauge, Histogram, HistogramOpts, IntCounter, IntGauge, Opts, Registry};
 
-pub use self::family::{Family, Family2, Label};
 use self::family::labels;
+pub use self::family::{Family, Family2, Label};
 
 labels! {
     /// What a request asks for, by its path.
@@ -195,13 +195,15 @@ pub struct UpstreamMetrics {
 
 /// From a cached answer to the longest prompt or generation of an hour.
 const REQUEST_SECONDS: &[f64] = &[
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
-    1800.0, 3600.0,
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+    600.0, 1800.0, 3600.0,
 ];
 
 /// From a dump that is there, through the polls of 1 to 50 ms, to the longest `--dump-wait` that makes sense.
-const GATE_SECONDS: &[f64] =
-    &[0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0];
+const GATE_SECONDS: &[f64] = &[
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+    30.0,
+];
 
 /// From a short prompt, through one of 128,000 token IDs (about 1 MB), to the default limit.
 const BODY_BYTES: &[f64] = &[1e3, 4e3, 16e3, 64e3, 256e3, 1e6, 4e6, 16e6, 64e6, 256e6, 512e6];
@@ -220,7 +222,11 @@ impl Metrics {
         build.set(1.0);
         r.register(Box::new(build))?;
         Ok(Self {
-            received: Family::counters(r, "tether_proxy_requests_received_total", "Requests whose head was read.")?,
+            received: Family::counters(
+                r,
+                "tether_proxy_requests_received_total",
+                "Requests whose head was read.",
+            )?,
             in_flight: gauge(r, "tether_proxy_requests_in_flight", "Requests whose reply has not ended.")?,
             answered: Family2::counters(
                 r,
@@ -237,7 +243,11 @@ impl Metrics {
                 "tether_proxy_client_gone_total",
                 "Clients that went away before their reply's end, by how far the request had come.",
             )?,
-            refused: Family::counters(r, "tether_proxy_refused_total", "Errors that the proxy answered with itself.")?,
+            refused: Family::counters(
+                r,
+                "tether_proxy_refused_total",
+                "Errors that the proxy answered with itself.",
+            )?,
             duration: Family::histograms(
                 r,
                 "tether_proxy_request_duration_seconds",
@@ -257,13 +267,21 @@ impl Metrics {
                 BODY_BYTES,
             )?,
             body_memory: gauge(r, "tether_proxy_body_memory_bytes", "Memory that request bodies hold.")?,
-            ids: Family::counters(r, "tether_proxy_ids_total", "IDs given to prompts, by where they came from.")?,
+            ids: Family::counters(
+                r,
+                "tether_proxy_ids_total",
+                "IDs given to prompts, by where they came from.",
+            )?,
             prompt_tokens: counter(
                 r,
                 "tether_proxy_prompt_tokens_total",
                 "Prompt tokens of tagged requests that give token IDs.",
             )?,
-            gate: Family2::counters(r, "tether_proxy_gate_total", "Dumps looked at before their reply went out.")?,
+            gate: Family2::counters(
+                r,
+                "tether_proxy_gate_total",
+                "Dumps looked at before their reply went out.",
+            )?,
             gate_wait: histogram(
                 r,
                 "tether_proxy_gate_wait_seconds",
@@ -321,14 +339,20 @@ impl Metrics {
         Ok(UpstreamMetrics {
             requests: Family::counters_with(
                 r,
-                label("tether_proxy_upstream_requests_total", "Requests sent to an upstream, by what became of them."),
+                label(
+                    "tether_proxy_upstream_requests_total",
+                    "Requests sent to an upstream, by what became of them.",
+                ),
             )?,
             in_flight: gauge("tether_proxy_upstream_requests_in_flight", "Requests that an upstream holds.")?,
             tokens_in_flight: gauge(
                 "tether_proxy_upstream_tokens_in_flight",
                 "Prompt tokens that an upstream holds; estimated where a request gives text.",
             )?,
-            up: gauge("tether_proxy_upstream_up", "0 for a short while after an upstream refused a connection.")?,
+            up: gauge(
+                "tether_proxy_upstream_up",
+                "0 for a short while after an upstream refused a connection.",
+            )?,
             connections_opened,
         })
     }
@@ -354,7 +378,12 @@ fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, promet
     Ok(gauge)
 }
 
-fn histogram(registry: &Registry, name: &str, help: &str, buckets: &[f64]) -> Result<Histogram, prometheus::Error> {
+fn histogram(
+    registry: &Registry,
+    name: &str,
+    help: &str,
+    buckets: &[f64],
+) -> Result<Histogram, prometheus::Error> {
     let histogram = Histogram::with_opts(HistogramOpts::new(name, help).buckets(buckets.to_vec()))?;
     registry.register(Box::new(histogram.clone()))?;
     Ok(histogram)

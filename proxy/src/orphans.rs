@@ -18,9 +18,10 @@ use crate::metrics::{Metrics, Orphan};
 /// For how long a dump that has not appeared is waited for.
 pub const REMEMBERED: Duration = Duration::from_secs(600);
 
-/// How soon, and then how often at most, a dump is looked for.
-const FIRST_LOOK: Duration = Duration::from_millis(20);
-const LONGEST_GAP: Duration = Duration::from_secs(2);
+/// How long to wait between two looks for a dump: at first, and at most. In between it is an eighth of the time since the
+/// reply failed, so a dump that comes 10 s late stays for about 1 s.
+const FIRST_GAP: Duration = Duration::from_millis(20);
+const LONGEST_GAP: Duration = Duration::from_secs(15);
 
 /// Most IDs that are remembered; about 50 MB. One more pushes out the one that has been waited for longest.
 const MOST: usize = 1 << 18;
@@ -40,8 +41,8 @@ pub struct Sweeper {
     added: mpsc::UnboundedReceiver<RequestId>,
 }
 
-/// One ID in the order of its next look.
-type Due = Reverse<(Instant, RequestId, Instant, Duration)>;
+/// When to look next, for what, and since when it is watched.
+type Due = Reverse<(Instant, RequestId, Instant)>;
 
 impl Orphans {
     /// An empty set, and what must be run for anything to be deleted.
@@ -121,7 +122,7 @@ impl Sweeper {
                 id = added.recv() => {
                     let Some(id) = id else { return };
                     let now = Instant::now();
-                    due.push(Reverse((now, id, now + REMEMBERED, FIRST_LOOK)));
+                    due.push(Reverse((now, id, now)));
                 }
                 () = tokio::time::sleep_until(next.unwrap_or_else(Instant::now)), if next.is_some() => {
                     let now = Instant::now();
@@ -136,13 +137,14 @@ impl Sweeper {
                     };
                     let Ok(left) = tokio::task::spawn_blocking(work).await else { return };
                     let room = MOST.saturating_sub(due.len());
-                    for (index, Reverse((_, id, until, gap))) in left.into_iter().enumerate() {
-                        if until <= now || index >= room {
+                    for (index, Reverse((_, id, since))) in left.into_iter().enumerate() {
+                        let age = now - since;
+                        if age >= REMEMBERED || index >= room {
                             debug!(request_id = %id, "no dump of an undelivered reply has appeared");
                             orphans.done(id, Orphan::Expired);
                             continue;
                         }
-                        due.push(Reverse((Instant::now() + gap, id, until, (gap * 2).min(LONGEST_GAP))));
+                        due.push(Reverse((Instant::now() + (age / 8).clamp(FIRST_GAP, LONGEST_GAP), id, since)));
                     }
                 }
             }
@@ -214,9 +216,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (orphans, metrics) = orphans();
         orphans.add(RequestId::new(), dir.path().into());
-        tokio::time::sleep(REMEMBERED - Duration::from_secs(5)).await;
+        tokio::time::sleep(REMEMBERED - Duration::from_secs(20)).await;
         assert_eq!(orphans.len(), 1);
-        tokio::time::sleep(Duration::from_secs(10)).await;
+        tokio::time::sleep(Duration::from_secs(40)).await;
         until("forgetting", || orphans.is_empty()).await;
         assert_eq!(metrics.orphans.at(Orphan::Expired).get(), 1);
     }

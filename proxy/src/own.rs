@@ -86,7 +86,8 @@ async fn ready(app: &Arc<App>) -> Response<String> {
         }
     };
     let probes = app.upstreams.all().iter().cloned().map(probe);
-    let (healthy, upstreams): (Vec<bool>, Vec<Value>) = futures_util::future::join_all(probes).await.into_iter().unzip();
+    let (healthy, upstreams): (Vec<bool>, Vec<Value>) =
+        futures_util::future::join_all(probes).await.into_iter().unzip();
     let draining = app.is_draining();
     let ready = !draining && healthy.contains(&true);
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
@@ -96,7 +97,8 @@ async fn ready(app: &Arc<App>) -> Response<String> {
 /// `GET`, `HEAD` and `DELETE` of one dump, for clients without the directory.
 async fn dump(app: &Arc<App>, method: &Method, id: &str) -> Response<Kind> {
     let Ok(id) = id.parse::<RequestId>() else {
-        let message = format!("`{id}` is not a request ID: expected a version 7 UUID in lower-case hyphenated form");
+        let message =
+            format!("`{id}` is not a request ID: expected a version 7 UUID in lower-case hyphenated form");
         return text(problem(StatusCode::BAD_REQUEST, message));
     };
     if app.dump_dirs.is_empty() {
@@ -112,7 +114,9 @@ async fn dump(app: &Arc<App>, method: &Method, id: &str) -> Response<Kind> {
                 response
             }
             Ok(None) => text(problem(StatusCode::NOT_FOUND, format!("there is no dump of {id}"))),
-            Err(error) => text(problem(StatusCode::INTERNAL_SERVER_ERROR, format!("the dump of {id}: {error}"))),
+            Err(error) => {
+                text(problem(StatusCode::INTERNAL_SERVER_ERROR, format!("the dump of {id}: {error}")))
+            }
         },
         Method::DELETE if app.table.upstream(id).is_some() => {
             text(problem(StatusCode::CONFLICT, format!("the request {id} is in flight")))
@@ -120,7 +124,9 @@ async fn dump(app: &Arc<App>, method: &Method, id: &str) -> Response<Kind> {
         Method::DELETE => match remove(app, id).await {
             Ok(true) => text(json_response(StatusCode::OK, &json!({ "deleted": id }))),
             Ok(false) => text(problem(StatusCode::NOT_FOUND, format!("there is no dump of {id}"))),
-            Err(error) => text(problem(StatusCode::INTERNAL_SERVER_ERROR, format!("the dump of {id}: {error}"))),
+            Err(error) => {
+                text(problem(StatusCode::INTERNAL_SERVER_ERROR, format!("the dump of {id}: {error}")))
+            }
         },
         _ => {
             let mut response = problem(StatusCode::METHOD_NOT_ALLOWED, "GET, HEAD and DELETE are supported");

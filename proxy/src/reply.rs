@@ -15,7 +15,7 @@ pub use self::held::HeldStream;
 pub use self::upstream::{Flow, UpstreamBody};
 use crate::call::Call;
 use crate::client_io::Turn;
-use crate::metrics::{Abort, Phase};
+use crate::metrics::Abort;
 
 /// The body of a reply.
 #[derive(Debug)]
@@ -73,7 +73,7 @@ impl ReplyBody {
     /// A body for the reply to `call`, if the request counts as one.
     pub fn new(kind: Kind, mut call: Option<Call>, turn: Turn) -> Self {
         if let Some(call) = &mut call {
-            call.phase = Phase::Replying;
+            call.replying();
         }
         let mut body = Self { kind, call, _turn: turn };
         // Such a body is not even looked at by the server.

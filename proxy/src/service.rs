@@ -53,7 +53,8 @@ struct Tagged {
 pub async fn handle(app: &Arc<App>, request: Request<Incoming>, turn: Turn) -> Response<ReplyBody> {
     if let Some(reply) = own::answer(app, &request).await {
         let head = request.method() == Method::HEAD;
-        return reply.map(|kind| ReplyBody::new(if head { Kind::Full(Bytes::new()) } else { kind }, None, turn));
+        return reply
+            .map(|kind| ReplyBody::new(if head { Kind::Full(Bytes::new()) } else { kind }, None, turn));
     }
     let mut call = Call::begin(app, &request);
     let result = match call.route {
@@ -103,7 +104,11 @@ fn client_is_gone(error: &ProxyError) -> bool {
     error.is_incomplete_message() || error.is_closed() || error.is_canceled()
 }
 
-async fn forward(app: &Arc<App>, call: &mut Call, request: Request<Incoming>) -> Result<Response<Kind>, ProxyError> {
+async fn forward(
+    app: &Arc<App>,
+    call: &mut Call,
+    request: Request<Incoming>,
+) -> Result<Response<Kind>, ProxyError> {
     let (mut parts, incoming) = request.into_parts();
     let mut memory = app.memory.nothing();
     let target = parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
@@ -114,7 +119,8 @@ async fn forward(app: &Arc<App>, call: &mut Call, request: Request<Incoming>) ->
     call.phase = Phase::Waiting;
 
     let Outgoing { headers, body, has_body, tagged } = outgoing;
-    let tokens = tagged.iter().flat_map(|tagged| &tagged.prompts).map(|prompt| prompt.estimate).sum::<u64>().max(1);
+    let tokens =
+        tagged.iter().flat_map(|tagged| &tagged.prompts).map(|prompt| prompt.estimate).sum::<u64>().max(1);
     let chosen = app.upstreams.choose(None).clone();
     let mut load = chosen.load(tokens);
     let mut delivery = match &tagged {
@@ -148,9 +154,13 @@ async fn forward(app: &Arc<App>, call: &mut Call, request: Request<Incoming>) ->
         parts.headers.entry(CACHE_CONTROL).or_insert(HeaderValue::from_static("no-cache"));
     }
     let dir = delivery.as_ref().and_then(Delivery::dir).cloned();
-    if let (Some(delivery), true) = (&mut delivery, parts.status.is_client_error()) {
-        // Nothing was computed. Under a trusted ID the dump of an earlier request may be there.
-        delivery.delivered();
+    if let Some(delivery) = &mut delivery {
+        match parts.status.as_u16() {
+            // Nothing was computed. Under a trusted ID the dump of an earlier request may be there.
+            400..500 | 503 => delivery.delivered(),
+            500.. => delivery.is_of_no_use(),
+            _ => {}
+        }
     }
     let body = UpstreamBody::new(incoming, Flow { delivery, lease, load, upstream }, limit);
     match (tagged, dir) {
@@ -201,7 +211,8 @@ async fn read(
         headers.remove(name);
     }
     if let Some(encoding) = encoding {
-        (whole, *memory) = decode(encoding, whole, limit, std::mem::replace(memory, app.memory.nothing())).await?;
+        (whole, *memory) =
+            decode(encoding, whole, limit, std::mem::replace(memory, app.memory.nothing())).await?;
         headers.remove(CONTENT_ENCODING);
     }
     let Some(endpoint) = endpoint else {
@@ -210,7 +221,8 @@ async fn read(
     };
     let read_tokens = app.args.upstream.iter().any(|spec| spec.dump_dir.is_some());
     let found = tag::find(endpoint, &whole, read_tokens)?;
-    let all_rows = found.prompts.iter().any(|prompt| prompt.capture.wanted && prompt.capture.rows == Rows::All);
+    let all_rows =
+        found.prompts.iter().any(|prompt| prompt.capture.wanted && prompt.capture.rows == Rows::All);
     if found.n > 1 && all_rows {
         return Err(ProxyError::Samples(found.n));
     }
@@ -232,7 +244,7 @@ async fn decode(
 ) -> Result<(Bytes, Reserved), ProxyError> {
     const SHORT: usize = 16 << 10;
     let len = encoded.len() as u64;
-    let mut work = move || {
+    let work = move || {
         let whole = body::decode(encoding, &encoded, limit, &mut memory)?;
         memory.shrink(len);
         Ok((whole, memory))
@@ -260,7 +272,9 @@ fn choose_ids(app: &App, call: &mut Call, found: &Found) -> Vec<RequestId> {
     let count = found.prompts.len();
     let wanted: Vec<Option<RequestId>> = match &found.client_rid {
         Some(ClientRid::One(text)) if !found.batch => vec![trusted(text)],
-        Some(ClientRid::Many(texts)) if found.batch && texts.len() == count => texts.iter().map(trusted).collect(),
+        Some(ClientRid::Many(texts)) if found.batch && texts.len() == count => {
+            texts.iter().map(trusted).collect()
+        }
         _ => vec![None; count],
     };
     let all_kept = !wanted.is_empty() && wanted.iter().all(Option::is_some);
@@ -295,11 +309,7 @@ fn choose_ids(app: &App, call: &mut Call, found: &Found) -> Vec<RequestId> {
 }
 
 /// Enters the prompts into the table.
-fn enter(
-    app: &Arc<App>,
-    tagged: &Tagged,
-    chosen: &Arc<upstream::Upstream>,
-) -> Result<Delivery, ProxyError> {
+fn enter(app: &Arc<App>, tagged: &Tagged, chosen: &Arc<upstream::Upstream>) -> Result<Delivery, ProxyError> {
     if app.args.client_ids == ClientIds::Trust {
         // An ID that the client chose may have been used before. Its dump is not ours to touch.
         let used = |id: &&RequestId| app.dump_dirs.iter().any(|dir| dump_files::exists(dir, **id));

@@ -17,9 +17,11 @@ struct Counts {
 pub fn prompt_tokens(reply: &[u8], count: usize) -> Option<Vec<usize>> {
     if reply.trim_ascii_start().starts_with(b"[") {
         let replies: Vec<Reply> = serde_json::from_slice(reply).ok()?;
-        let all: Vec<usize> = replies.iter().map(|reply| reply.meta_info.as_ref()?.prompt_tokens).collect::<Option<_>>()?;
+        let all: Vec<usize> =
+            replies.iter().map(|reply| reply.meta_info.as_ref()?.prompt_tokens).collect::<Option<_>>()?;
         // With several samples of each prompt they follow each other.
-        let samples = all.len().checked_div(count).filter(|samples| *samples > 0 && samples * count == all.len())?;
+        let samples =
+            all.len().checked_div(count).filter(|samples| *samples > 0 && samples * count == all.len())?;
         return Some(all.into_iter().step_by(samples).collect());
     }
     let reply: Reply = serde_json::from_slice(reply).ok()?;

@@ -42,7 +42,8 @@ impl Table {
         client: Option<&ClientRid>,
         upstream: &Arc<Upstream>,
     ) -> Result<Entered, InFlight> {
-        let mut entered = Entered { table: self.clone(), ids: Vec::with_capacity(ids.len()), names: Vec::new() };
+        let mut entered =
+            Entered { table: self.clone(), ids: Vec::with_capacity(ids.len()), names: Vec::new() };
         for &id in ids {
             match self.prompts.entry(id) {
                 Entry::Occupied(_) => return Err(InFlight(id)),
@@ -59,7 +60,9 @@ impl Table {
                 }
             }
             Some(ClientRid::One(name)) => ids.iter().for_each(|&id| entered.name(name.clone(), id)),
-            Some(ClientRid::Many(names)) => names.iter().zip(ids).for_each(|(name, &id)| entered.name(name.clone(), id)),
+            Some(ClientRid::Many(names)) => {
+                names.iter().zip(ids).for_each(|(name, &id)| entered.name(name.clone(), id));
+            }
             Some(ClientRid::Other(_)) | None => {}
         }
         Ok(entered)

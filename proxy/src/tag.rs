@@ -330,7 +330,8 @@ fn embeddings(cursor: &mut Cursor<'_>) -> Result<Option<Given>, InvalidBody> {
     cursor.at = start;
     if depth < 3 {
         let range = cursor.value()?;
-        return Ok((depth == 2).then(|| Given { batch: false, prompts: vec![(None, range.len() as u64 / 4096 + 1)] }));
+        return Ok((depth == 2)
+            .then(|| Given { batch: false, prompts: vec![(None, range.len() as u64 / 4096 + 1)] }));
     }
     cursor.at += 1;
     let mut prompts = Vec::new();

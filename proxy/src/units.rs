@@ -53,8 +53,9 @@ impl FromStr for ByteSize {
 
 impl fmt::Display for ByteSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let exact = SIZES.iter().rev().find(|(_, scale)| self.0 != 0 && self.0.is_multiple_of(*scale));
-        let (unit, scale) = exact.copied().unwrap_or(("B", 1));
+        // The unit that leaves the shortest number.
+        let exact = SIZES.iter().filter(|(_, scale)| self.0 != 0 && self.0.is_multiple_of(*scale));
+        let (unit, scale) = exact.min_by_key(|(_, scale)| self.0 / scale).copied().unwrap_or(("B", 1));
         write!(f, "{}{unit}", self.0 / scale)
     }
 }
@@ -104,7 +105,9 @@ mod tests {
 
     #[test]
     fn sizes_are_read_with_and_without_a_unit() {
-        for (text, bytes) in [("0", 0), ("65536", 65_536), ("512MB", 512_000_000), ("1GiB", 1 << 30), ("2 kb", 2_000)] {
+        for (text, bytes) in
+            [("0", 0), ("65536", 65_536), ("512MB", 512_000_000), ("1GiB", 1 << 30), ("2 kb", 2_000)]
+        {
             assert_eq!(text.parse(), Ok(ByteSize(bytes)), "{text}");
         }
         assert_eq!(ByteSize(1 << 30).to_string(), "1GiB");

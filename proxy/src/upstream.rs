@@ -171,7 +171,8 @@ mod tests {
     #[test]
     fn the_least_loaded_by_tokens_is_chosen() {
         let upstreams = upstreams(3);
-        let loads: Vec<_> = upstreams.all().iter().zip([30, 10, 20]).map(|(u, tokens)| u.load(tokens)).collect();
+        let loads: Vec<_> =
+            upstreams.all().iter().zip([30, 10, 20]).map(|(u, tokens)| u.load(tokens)).collect();
         assert_eq!(upstreams.choose(None).url(), "http://u1:1");
         drop(loads);
         assert_eq!(upstreams.all()[0].metrics.tokens_in_flight.get(), 0);

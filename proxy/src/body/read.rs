@@ -105,7 +105,12 @@ impl Drop for Reserved {
 ///
 /// # Errors
 /// See [`ReadError`].
-pub async fn read<B>(mut body: B, limit: u64, stall: Duration, memory: &mut Reserved) -> Result<Bytes, ReadError>
+pub async fn read<B>(
+    mut body: B,
+    limit: u64,
+    stall: Duration,
+    memory: &mut Reserved,
+) -> Result<Bytes, ReadError>
 where
     B: Body<Data = Bytes, Error = hyper::Error> + Unpin,
 {

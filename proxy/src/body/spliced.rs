@@ -24,10 +24,15 @@ impl Spliced {
     pub fn new(body: &Bytes, slot: &Slot, value: &str) -> Self {
         let (range, text) = match slot {
             Slot::Replace(range) => (range.clone(), value.to_owned()),
-            Slot::Insert { at, comma } => (*at..*at, format!("\"rid\":{value}{}", if *comma { "," } else { "" })),
+            Slot::Insert { at, comma } => {
+                (*at..*at, format!("\"rid\":{value}{}", if *comma { "," } else { "" }))
+            }
         };
         if body.len() > SMALL {
-            return Self { segments: [body.slice(..range.start), text.into(), body.slice(range.end..)], next: 0 };
+            return Self {
+                segments: [body.slice(..range.start), text.into(), body.slice(range.end..)],
+                next: 0,
+            };
         }
         let mut whole = BytesMut::with_capacity(body.len() + text.len());
         whole.put_slice(&body[..range.start]);

@@ -21,7 +21,7 @@ use crate::gate::Failure;
 const MAX_EVENT: usize = 64 << 20;
 
 /// The comparison of the dumps with the request.
-pub type Gate = Pin<Box<dyn Future<Output = Result<Vec<PathBuf>, Failure>> + Send>>;
+type Gate = Pin<Box<dyn Future<Output = Result<Vec<PathBuf>, Failure>> + Send>>;
 
 /// A stream of events whose end is held back.
 pub struct HeldStream {
@@ -189,7 +189,8 @@ mod tests {
     #[test]
     fn the_last_event_is_held_and_those_that_go_on_are_not() {
         let mut events = Events::default();
-        let (going, last) = ("data: {\"finish_reason\": null}\n\n", "data: {\"finish_reason\":{\"type\":\"length\"}}\n\n");
+        let (going, last) =
+            ("data: {\"finish_reason\": null}\n\n", "data: {\"finish_reason\":{\"type\":\"length\"}}\n\n");
         assert_eq!(events.push(going.as_bytes()), going);
         assert_eq!(events.push(last.as_bytes()), "");
         assert_eq!(events.push(b"data: [DO"), "");

@@ -137,7 +137,7 @@ impl<'a> Cursor<'a> {
         let is = |byte: u8| (byte == b'"') | (byte | 0x20 == b'{') | (byte | 0x20 == b'}');
         let mut rest = &self.bytes[self.at..];
         while let Some((block, after)) = rest.split_first_chunk::<64>() {
-            if block.iter().fold(false, |any, &byte| any | is(byte)) {
+            if block.iter().fold(0, |any, &byte| any | u8::from(is(byte))) != 0 {
                 break;
             }
             rest = after;

@@ -15,7 +15,11 @@ fn generate(body: &str) -> Result<Found, InvalidBody> {
 /// The body as it leaves the proxy.
 fn tagged(endpoint: Endpoint, body: &[u8], ids: &[RequestId]) -> Vec<u8> {
     let found = find(endpoint, body, true).unwrap();
-    let spliced = Spliced::new(&Bytes::copy_from_slice(body), &found.slot, &rid_value(found.batch, ids.iter().copied()));
+    let spliced = Spliced::new(
+        &Bytes::copy_from_slice(body),
+        &found.slot,
+        &rid_value(found.batch, ids.iter().copied()),
+    );
     spliced.into_segments().iter().flatten().copied().collect()
 }
 
@@ -29,7 +33,10 @@ fn a_body_without_rid_gets_one_as_its_first_member() {
     let body = r#" { "input_ids": [1, 2], "x": 0.30000000000000004}"#;
     let expected = format!(r#" {{"rid":"{id}", "input_ids": [1, 2], "x": 0.30000000000000004}}"#);
     assert_eq!(tagged(Endpoint::Generate, body.as_bytes(), &[id]), expected.into_bytes());
-    assert_eq!(tagged(Endpoint::ChatCompletions, b"{ }", &[id]), format!(r#"{{"rid":"{id}" }}"#).into_bytes());
+    assert_eq!(
+        tagged(Endpoint::ChatCompletions, b"{ }", &[id]),
+        format!(r#"{{"rid":"{id}" }}"#).into_bytes()
+    );
 }
 
 #[test]
@@ -64,7 +71,8 @@ fn a_batch_gets_a_list_of_ids_also_for_one_prompt() {
 
 #[test]
 fn a_nested_rid_is_not_the_requests() {
-    let found = generate(r#"{"sampling_params":{"rid":"x"},"a":[{"rid":1}],"s":"\"rid\":1","text":"t"}"#).unwrap();
+    let found =
+        generate(r#"{"sampling_params":{"rid":"x"},"a":[{"rid":1}],"s":"\"rid\":1","text":"t"}"#).unwrap();
     assert_eq!(found.slot, Slot::Insert { at: 1, comma: true });
 }
 
@@ -90,7 +98,10 @@ fn prompts_are_told_apart_from_lists_of_prompts() {
     };
     use Endpoint::{ChatCompletions, Completions, Generate};
     assert_eq!(shape(Generate, r#"{"input_ids":[1, 22,333]}"#), (false, vec![tokens(&[1, 22, 333])]));
-    assert_eq!(shape(Generate, r#"{"input_ids":[ [1],[2 , 3] ]}"#), (true, vec![tokens(&[1]), tokens(&[2, 3])]));
+    assert_eq!(
+        shape(Generate, r#"{"input_ids":[ [1],[2 , 3] ]}"#),
+        (true, vec![tokens(&[1]), tokens(&[2, 3])])
+    );
     assert_eq!(shape(Generate, r#"{"input_ids":[[1.5],[2]]}"#), (true, vec![None, tokens(&[2])]));
     assert_eq!(shape(Generate, r#"{"input_ids":[]}"#), (false, vec![tokens(&[])]));
     assert_eq!(shape(Generate, r#"{"text":"a"}"#), (false, vec![None]));
@@ -102,7 +113,10 @@ fn prompts_are_told_apart_from_lists_of_prompts() {
     assert_eq!(shape(Completions, r#"{"prompt":[7,8]}"#), (false, vec![tokens(&[7, 8])]));
     assert_eq!(shape(Completions, r#"{"prompt":[[7],[8]]}"#), (true, vec![tokens(&[7]), tokens(&[8])]));
     assert_eq!(shape(Completions, r#"{"prompt":"a"}"#), (false, vec![None]));
-    assert_eq!(shape(ChatCompletions, r#"{"messages":[{"content":"a"},{"content":"b"}]}"#), (false, vec![None]));
+    assert_eq!(
+        shape(ChatCompletions, r#"{"messages":[{"content":"a"},{"content":"b"}]}"#),
+        (false, vec![None])
+    );
 }
 
 #[test]
@@ -120,7 +134,9 @@ fn what_parsers_dislike_but_splicing_survives_is_passed_on() {
     let id = RequestId::new();
     let deep = format!(r#"{{"a":{}1{},"text":"x"}}"#, "[".repeat(1 << 20), "]".repeat(1 << 20));
     let mark = "\u{feff}{\"text\":\"x\"}".to_owned();
-    let odd = r#"{"a":NaN,"b":-Infinity,"c":1e99999,"d":123456789012345678901234567890,"e":"\ud800","f":"\"}"}"#.to_owned();
+    let odd =
+        r#"{"a":NaN,"b":-Infinity,"c":1e99999,"d":123456789012345678901234567890,"e":"\ud800","f":"\"}"}"#
+            .to_owned();
     for body in [deep, mark, odd] {
         let after = tagged(Endpoint::Generate, body.as_bytes(), &[id]);
         let inserted = format!(r#""rid":"{id}","#);

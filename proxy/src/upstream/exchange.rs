@@ -169,7 +169,10 @@ async fn attempt(
         Ok(reply) => Ok((reply, Lease { connection })),
         Err(mut failure) => {
             let unsent = failure.take_message().is_some();
-            Err(Failure { untaken: unsent || connection.wire.is_untaken_since(mark), error: failure.into_error() })
+            Err(Failure {
+                untaken: unsent || connection.wire.is_untaken_since(mark),
+                error: failure.into_error(),
+            })
         }
     }
 }

@@ -16,9 +16,16 @@ pub(super) fn bytes_acked(stream: &TcpStream) -> Option<u64> {
     // SAFETY: the descriptor is open as long as `stream` lives, and the kernel writes at most `len` bytes into `info`,
     // which is that long, and sets `len` to how many it wrote.
     let result = unsafe {
-        libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, info.as_mut_ptr().cast(), &raw mut len)
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            info.as_mut_ptr().cast(),
+            &raw mut len,
+        )
     };
-    let field = info.get(BYTES_ACKED..BYTES_ACKED + 8).filter(|_| result == 0 && len as usize >= BYTES_ACKED + 8)?;
+    let field =
+        info.get(BYTES_ACKED..BYTES_ACKED + 8).filter(|_| result == 0 && len as usize >= BYTES_ACKED + 8)?;
     Some(u64::from_ne_bytes(field.try_into().expect("the range is 8 bytes")))
 }
 

@@ -1,0 +1,13 @@
+//! The proxy over real sockets, in front of upstreams that do what a test tells them.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
+mod bodies;
+mod client_gone;
+mod dumps;
+mod framing;
+mod gate;
+mod identity;
+mod lifecycle;
+pub(crate) mod support;
+mod upstreams;
