@@ -45,7 +45,10 @@ pub enum BadDump {
 impl BadDump {
     /// Whether this is the one thing that must never happen: the states of another request.
     pub fn is_mismatch(&self) -> bool {
-        matches!(self, Self::Mismatch { .. } | Self::ProxyMismatch(_) | Self::Verify(VerifyError::TokenHash { .. }))
+        matches!(
+            self,
+            Self::Mismatch { .. } | Self::ProxyMismatch(_) | Self::Verify(VerifyError::TokenHash { .. })
+        )
     }
 }
 

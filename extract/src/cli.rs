@@ -173,7 +173,9 @@ mod tests {
     fn the_documented_command_is_accepted() {
         let line = "tether-extract run --proxy http://127.0.0.1:8000 --data d.jsonl --out o --format specforge \
                     --strategy eagle3 --concurrency 7 --points 1,29,57 --axis output";
-        let Command::Run(args) = Cli::try_parse_from(line.split_whitespace()).unwrap().command else { panic!() };
+        let Command::Run(args) = Cli::try_parse_from(line.split_whitespace()).unwrap().command else {
+            panic!()
+        };
         let options = RunOptions::from(*args);
         assert_eq!(options.concurrency.get(), 7);
         assert_eq!(options.points.unwrap().to_string(), "R2, R30, R58");

@@ -114,12 +114,18 @@ impl Client {
         &self.url
     }
 
-    async fn call(&self, method: Method, path: &str, body: Bytes) -> Result<http::Response<Incoming>, CallError> {
+    async fn call(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+    ) -> Result<http::Response<Incoming>, CallError> {
         let mut request = Request::builder().method(method).uri(format!("{}{path}", self.url));
         if !body.is_empty() {
             request = request.header(header::CONTENT_TYPE, "application/json");
         }
-        let request = request.body(Full::new(body)).map_err(|error| CallError::NoAnswer(error.to_string()))?;
+        let request =
+            request.body(Full::new(body)).map_err(|error| CallError::NoAnswer(error.to_string()))?;
         self.http.request(request).await.map_err(|error| CallError::NoAnswer(causes(&error)))
     }
 
@@ -131,9 +137,10 @@ impl Client {
         let exchange = async {
             let response = self.call(Method::POST, "/generate", body).await?;
             let (head, body) = response.into_parts();
-            let body = Limited::new(body, MAX_REPLY_BYTES).collect().await.map_err(|error| {
-                CallError::NoAnswer(format!("the reply broke off: {}", causes(&*error)))
-            })?;
+            let body = Limited::new(body, MAX_REPLY_BYTES)
+                .collect()
+                .await
+                .map_err(|error| CallError::NoAnswer(format!("the reply broke off: {}", causes(&*error))))?;
             let body = body.to_bytes();
             if head.status != StatusCode::OK {
                 return Err(status_error(head.status, &head.headers, &body));
@@ -168,7 +175,11 @@ impl Client {
             if head.status.is_success() || head.status == StatusCode::NOT_FOUND {
                 return Ok(());
             }
-            let text = Limited::new(body, MAX_REPLY_BYTES).collect().await.map(|body| body.to_bytes()).unwrap_or_default();
+            let text = Limited::new(body, MAX_REPLY_BYTES)
+                .collect()
+                .await
+                .map(|body| body.to_bytes())
+                .unwrap_or_default();
             Err(status_error(head.status, &head.headers, &text))
         };
         within(SHORT_TIMEOUT, exchange).await
@@ -188,7 +199,9 @@ impl Client {
             let failed = |source| FetchError::Io { path: to.to_owned(), source };
             let mut file = tokio::fs::File::create(to).await.map_err(failed)?;
             while let Some(frame) = body.frame().await {
-                let frame = frame.map_err(|error| CallError::NoAnswer(format!("the dump broke off: {}", causes(&error))))?;
+                let frame = frame.map_err(|error| {
+                    CallError::NoAnswer(format!("the dump broke off: {}", causes(&error)))
+                })?;
                 if let Ok(data) = frame.into_data() {
                     file.write_all(&data).await.map_err(failed)?;
                 }
@@ -217,7 +230,10 @@ pub enum FetchError {
     },
 }
 
-async fn within<T>(limit: Duration, call: impl Future<Output = Result<T, CallError>>) -> Result<T, CallError> {
+async fn within<T>(
+    limit: Duration,
+    call: impl Future<Output = Result<T, CallError>>,
+) -> Result<T, CallError> {
     tokio::time::timeout(limit, call).await.unwrap_or_else(|_| Err(timed_out(limit)))
 }
 

@@ -7,21 +7,21 @@ use std::{
     path::PathBuf,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Instant,
 };
 
 use serde_json::Value;
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
 
 use crate::{
-    client::Client,
+    client::{Client, Readiness},
     dataset::{Dataset, Row},
     format::Format,
     ledger::{Identity, LedgerWriter},
     points::Points,
-    retry::{Attempts, Next, Policy},
+    retry::{Attempts, Kind, Next, Policy},
     stop::Stop,
     stored::Store,
     tally::{Counters, Failure, FailureKind},
@@ -73,6 +73,10 @@ pub struct Extractor {
     /// A dump of this process has had the identity that the ledger has.
     pub(crate) confirmed: AtomicBool,
     pub(crate) last_answer: Mutex<Option<Instant>>,
+    /// Samples that are tried again.
+    pub(crate) retrying: AtomicUsize,
+    /// Told when there is one more of them.
+    pub(crate) one_more_retries: Notify,
     pub(crate) on_step: Option<StepHook>,
 }
 
@@ -111,6 +115,7 @@ impl Extractor {
     /// Works on one row until it is done or given up, or the run stops.
     pub async fn extract(self: Arc<Self>, row: Row) -> Outcome {
         let mut attempts = Attempts::new(self.policy);
+        let mut retrying = None;
         loop {
             if self.stop.is_asked() {
                 return Outcome::Pending;
@@ -126,7 +131,11 @@ impl Extractor {
                 return Outcome::Pending;
             };
             let last_answer = *self.last_answer.lock().unwrap_or_else(PoisonError::into_inner);
-            match attempts.failed(kind, began, last_answer, Instant::now()) {
+            // Either another sample was answered meanwhile, or the proxy says that its server is up.
+            let alive = kind == Kind::Unreachable
+                && (last_answer.is_some_and(|answer| answer > began)
+                    || self.client.readiness().await == Readiness::Ready);
+            match attempts.failed(kind, began, alive, last_answer, Instant::now()) {
                 Next::GiveUp => return self.given_up(&row, &error, attempts.made),
                 Next::Outage => {
                     let seconds = self.policy.patience.as_secs();
@@ -135,6 +144,7 @@ impl Extractor {
                 }
                 Next::After(pause) => {
                     Counters::add(&self.counters.retries);
+                    retrying.get_or_insert_with(|| Retrying::begin(&self));
                     tracing::debug!(row = row.row, line = row.line, %error, ?pause, "an attempt failed");
                     tokio::select! {
                         () = tokio::time::sleep(pause) => {}
@@ -151,6 +161,23 @@ impl Extractor {
         let id = self.dataset.read(row).ok().and_then(|sample| sample.id);
         let failure = Failure { row: row.row, line: row.line, id, kind, reason, attempts };
         Outcome::Failed { tokens: row.tokens, failure }
+    }
+}
+
+/// Counts a sample among those that are tried again, until dropped.
+struct Retrying<'a>(&'a Extractor);
+
+impl<'a> Retrying<'a> {
+    fn begin(extractor: &'a Extractor) -> Self {
+        extractor.retrying.fetch_add(1, Ordering::Relaxed);
+        extractor.one_more_retries.notify_one();
+        Self(extractor)
+    }
+}
+
+impl Drop for Retrying<'_> {
+    fn drop(&mut self) {
+        self.0.retrying.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -147,7 +147,11 @@ pub fn by_name(name: &str) -> Option<Box<dyn Format>> {
 ///
 /// # Errors
 /// If it has others.
-pub fn check_planes(format: &dyn Format, asked: Option<&Points>, metadata: &Metadata) -> Result<(), Unsuitable> {
+pub fn check_planes(
+    format: &dyn Format,
+    asked: Option<&Points>,
+    metadata: &Metadata,
+) -> Result<(), Unsuitable> {
     let (finals, residuals): (Vec<_>, Vec<_>) = split_final(metadata);
     format.check_residuals(&residuals)?;
     let wanted = match format.final_state() {

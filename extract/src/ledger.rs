@@ -200,7 +200,8 @@ impl Identity {
             "the dumps' dtype",
         ];
         let (before, now) = (pairs(self), pairs(now));
-        let rows: Vec<_> = what.iter().zip(&before).zip(&now).map(|((what, before), now)| (*what, before, now)).collect();
+        let rows: Vec<_> =
+            what.iter().zip(&before).zip(&now).map(|((what, before), now)| (*what, before, now)).collect();
         first_difference(&rows)
     }
 }
@@ -220,9 +221,11 @@ impl Ledger {
         let sqlite = |source| LedgerError::Sqlite { path: path.clone(), source };
         let connection = Connection::open(&path).map_err(sqlite)?;
         let pragma = |name| connection.pragma_query_value(None, name, |row| row.get::<_, i32>(0));
-        let (application, version) = (pragma("application_id").map_err(sqlite)?, pragma("user_version").map_err(sqlite)?);
-        let tables: i64 =
-            connection.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0)).map_err(sqlite)?;
+        let (application, version) =
+            (pragma("application_id").map_err(sqlite)?, pragma("user_version").map_err(sqlite)?);
+        let tables: i64 = connection
+            .query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))
+            .map_err(sqlite)?;
         match (application, version) {
             (0, 0) if tables == 0 => connection
                 .execute_batch(&format!(
@@ -318,7 +321,10 @@ impl Ledger {
             config_hash: self.required("config_hash")?,
             num_layers: self.required("num_layers")?,
             hidden_size: self.required("hidden_size")?,
-            points: points.split(',').map(|name| self.parsed("points", name.to_owned())).collect::<Result<_, _>>()?,
+            points: points
+                .split(',')
+                .map(|name| self.parsed("points", name.to_owned()))
+                .collect::<Result<_, _>>()?,
             final_state: self.required("final")?,
             dtype: self.required("dtype")?,
         }))
@@ -332,7 +338,9 @@ impl Ledger {
         let sqlite = |source| self.sqlite(source);
         let mut statement = self
             .connection
-            .prepare("SELECT row, token_hash, sample_id, request_id, tokens, path, bytes, probe, hash FROM sample")
+            .prepare(
+                "SELECT row, token_hash, sample_id, request_id, tokens, path, bytes, probe, hash FROM sample",
+            )
             .map_err(sqlite)?;
         let mut rows = statement.query([]).map_err(sqlite)?;
         let mut samples = HashMap::new();
@@ -340,7 +348,11 @@ impl Ledger {
             let text = |index| row.get::<_, String>(index).map_err(sqlite);
             let number = |index| -> Result<u64, LedgerError> {
                 let value: i64 = row.get(index).map_err(sqlite)?;
-                let damaged = |_| LedgerError::Damaged { path: self.path(), what: "a number", value: value.to_string() };
+                let damaged = |_| LedgerError::Damaged {
+                    path: self.path(),
+                    what: "a number",
+                    value: value.to_string(),
+                };
                 u64::try_from(value).map_err(damaged)
             };
             let stored = Stored {
@@ -376,7 +388,8 @@ impl Ledger {
 }
 
 fn write_pairs(connection: &Connection, pairs: &[(&str, String)]) -> rusqlite::Result<()> {
-    let mut statement = connection.prepare_cached("INSERT OR REPLACE INTO run (key, value) VALUES (?1, ?2)")?;
+    let mut statement =
+        connection.prepare_cached("INSERT OR REPLACE INTO run (key, value) VALUES (?1, ?2)")?;
     for (key, value) in pairs {
         statement.execute(params![key, value])?;
     }

@@ -34,7 +34,8 @@ fn main() -> ExitCode {
 }
 
 fn log_to(terminal: &Terminal, level: &str) -> anyhow::Result<()> {
-    let filter = EnvFilter::try_new(level).with_context(|| format!("--log-level `{level}` is not a level or filter"))?;
+    let filter = EnvFilter::try_new(level)
+        .with_context(|| format!("--log-level `{level}` is not a level or filter"))?;
     let terminal = terminal.clone();
     let writer = move || terminal.writer();
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(writer).init();
@@ -43,7 +44,10 @@ fn log_to(terminal: &Terminal, level: &str) -> anyhow::Result<()> {
 
 /// Whether the set is complete.
 fn extract(args: RunArgs, terminal: &Terminal) -> anyhow::Result<bool> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start the runtime")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
     let report = runtime.block_on(async {
         let stop = Stop::default();
         stop_on_signals(stop.clone()).context("cannot listen for signals")?;

@@ -53,7 +53,13 @@ pub struct Wanted {
 
 impl Plan {
     /// Compares the data set with what is recorded and, below `root`, on disk.
-    pub fn make(dataset: &Dataset, wanted: &Wanted, recorded: &HashMap<u64, Stored>, root: &Path, depth: Depth) -> Self {
+    pub fn make(
+        dataset: &Dataset,
+        wanted: &Wanted,
+        recorded: &HashMap<u64, Stored>,
+        root: &Path,
+        depth: Depth,
+    ) -> Self {
         let mut plan = Self::default();
         let within = |row: u64| wanted.limit.is_none_or(|limit| row < limit);
         for bad in &dataset.bad {
@@ -85,7 +91,9 @@ impl Plan {
             .iter()
             .map(|row| recorded.get(&row.row).filter(|stored| stored.token_hash == row.token_hash))
             .collect();
-        let states = parallel(&known, |stored| stored.map(|stored| stored.fingerprint.check(&root.join(&stored.path), depth)));
+        let states = parallel(&known, |stored| {
+            stored.map(|stored| stored.fingerprint.check(&root.join(&stored.path), depth))
+        });
         for (row, state) in candidates.into_iter().zip(states) {
             match state {
                 Some(Ok(())) => plan.already_done += 1,
@@ -112,7 +120,8 @@ pub(crate) fn parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + S
     let next = AtomicUsize::new(0);
     let worker = || {
         let mut results = Vec::new();
-        while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)).map(|item| (item, work(item))) {
+        while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)).map(|item| (item, work(item)))
+        {
             results.push(item);
         }
         results
@@ -152,14 +161,23 @@ mod tests {
         let fill = |file: &mut std::io::BufWriter<_>| file.write_all(&[row.row as u8 + 1; 20_000]);
         let fingerprint = Store::new(root).write::<std::io::Error>(&path, fill).unwrap();
         let (request_id, token_hash) = (RequestId::new(), row.token_hash);
-        Stored { row: row.row, token_hash, sample_id: None, request_id, tokens: row.tokens, path, fingerprint }
+        Stored {
+            row: row.row,
+            token_hash,
+            sample_id: None,
+            request_id,
+            tokens: row.tokens,
+            path,
+            fingerprint,
+        }
     }
 
     #[test]
     fn missing_cut_empty_zeroed_and_swapped_files_are_done_again_and_whole_ones_are_not() {
         let root = tempfile::tempdir().unwrap();
         let dataset = dataset(&[1; 8]);
-        let recorded: HashMap<_, _> = dataset.rows.iter().map(|row| (row.row, store(root.path(), row))).collect();
+        let recorded: HashMap<_, _> =
+            dataset.rows.iter().map(|row| (row.row, store(root.path(), row))).collect();
         let path = |row| root.path().join(&recorded[&row].path);
         std::fs::remove_file(path(1)).unwrap();
         std::fs::write(path(2), [3; 19_999]).unwrap();
@@ -183,7 +201,8 @@ mod tests {
         let dataset = dataset(&[1, 2]);
         let mut other = store(root.path(), &dataset.rows[0]);
         other.token_hash = dataset.rows[1].token_hash;
-        let plan = Plan::make(&dataset, &Wanted::default(), &HashMap::from([(0, other)]), root.path(), Depth::Quick);
+        let plan =
+            Plan::make(&dataset, &Wanted::default(), &HashMap::from([(0, other)]), root.path(), Depth::Quick);
         assert_eq!((plan.rows.len(), plan.already_done), (2, 0));
     }
 

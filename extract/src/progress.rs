@@ -65,7 +65,8 @@ impl Progress {
     pub fn begin(terminal: &Terminal, tally: &Tally) -> Self {
         let bar = io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::new(tally.planned_tokens);
-            let style = ProgressStyle::with_template("{bar:30} {percent:>3}%  {msg}").expect("the template is valid");
+            let style =
+                ProgressStyle::with_template("{bar:30} {percent:>3}%  {msg}").expect("the template is valid");
             bar.set_style(style);
             bar
         });
@@ -83,7 +84,8 @@ impl Progress {
     pub fn show(&mut self, tally: &Tally) {
         let now = Instant::now();
         self.seen.push_back((now, tally.done, tally.tokens));
-        while self.seen.len() > 2 && self.seen.get(1).is_some_and(|(at, ..)| now.duration_since(*at) > WINDOW) {
+        while self.seen.len() > 2 && self.seen.get(1).is_some_and(|(at, ..)| now.duration_since(*at) > WINDOW)
+        {
             self.seen.pop_front();
         }
         let (since, done_then, tokens_then) = self.seen[0];

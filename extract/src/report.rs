@@ -75,7 +75,10 @@ impl Report {
     /// If they cannot be written.
     pub fn save(&self, directory: &Path) -> io::Result<()> {
         let replace = |name: &str, text: &[u8]| -> io::Result<()> {
-            let mut file = tempfile::Builder::new().prefix(&format!(".{name}.")).suffix(".tmp").tempfile_in(directory)?;
+            let mut file = tempfile::Builder::new()
+                .prefix(&format!(".{name}."))
+                .suffix(".tmp")
+                .tempfile_in(directory)?;
             file.write_all(text)?;
             file.as_file().sync_all()?;
             file.persist(directory.join(name)).map_err(|error| error.error)?;

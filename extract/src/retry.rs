@@ -18,8 +18,8 @@ pub enum Kind {
     Counted,
     /// The server is alive and asks for patience: only time is counted.
     Busy(Option<Duration>),
-    /// Nobody answers. Counts against the sample only if others are answered meanwhile: then it may be this sample that
-    /// brings the server down.
+    /// Nobody answers. Counts against the sample only if the server is alive all the same: then it may be this sample
+    /// that it does not survive.
     Unreachable,
 }
 
@@ -31,7 +31,9 @@ impl Kind {
             CallError::Reply(_) => Self::Counted,
             CallError::Status { status, retry_after, .. } => match *status {
                 StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => Self::Busy(*retry_after),
-                StatusCode::REQUEST_TIMEOUT | StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT => Self::Unreachable,
+                StatusCode::REQUEST_TIMEOUT | StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT => {
+                    Self::Unreachable
+                }
                 // An ID in use. The next attempt has another.
                 StatusCode::CONFLICT => Self::Counted,
                 status if status.is_server_error() => Self::Counted,
@@ -80,15 +82,22 @@ impl Attempts {
         Self { policy, made: 0, counted: 0, pauses: 0, waiting_since: None }
     }
 
-    /// Judges an attempt that began at `began` and failed at `now`. `last_answer` is when any sample was last answered.
-    pub fn failed(&mut self, kind: Kind, began: Instant, last_answer: Option<Instant>, now: Instant) -> Next {
+    /// Judges an attempt that began at `began` and failed at `now`. `alive` is whether the server is known to be up, and
+    /// `last_answer` when any sample was last answered.
+    pub fn failed(
+        &mut self,
+        kind: Kind,
+        began: Instant,
+        alive: bool,
+        last_answer: Option<Instant>,
+        now: Instant,
+    ) -> Next {
         self.made += 1;
-        let others_answered = last_answer.is_some_and(|answer| answer > began);
         let counts = match kind {
             Kind::Final => return Next::GiveUp,
             Kind::Counted => true,
             Kind::Busy(_) => false,
-            Kind::Unreachable => others_answered,
+            Kind::Unreachable => alive,
         };
         if counts {
             self.counted += 1;
@@ -153,18 +162,20 @@ mod tests {
         let now = Instant::now();
         let mut last = Duration::ZERO;
         for _ in 0..3 {
-            let Next::After(pause) = attempts.failed(Kind::Counted, now, Some(now), now) else { panic!() };
+            let Next::After(pause) = attempts.failed(Kind::Counted, now, true, Some(now), now) else {
+                panic!()
+            };
             assert!(pause > last && pause < LONGEST_PAUSE * 2);
             last = pause;
         }
-        assert_eq!(attempts.failed(Kind::Counted, now, Some(now), now), Next::GiveUp);
+        assert_eq!(attempts.failed(Kind::Counted, now, true, Some(now), now), Next::GiveUp);
         assert_eq!(attempts.made, 4);
     }
 
     #[test]
     fn a_final_failure_is_not_repeated() {
         let now = Instant::now();
-        assert_eq!(Attempts::new(POLICY).failed(Kind::Final, now, None, now), Next::GiveUp);
+        assert_eq!(Attempts::new(POLICY).failed(Kind::Final, now, true, None, now), Next::GiveUp);
     }
 
     #[test]
@@ -173,21 +184,24 @@ mod tests {
         let mut attempts = Attempts::new(POLICY);
         for second in 0..60 {
             let now = start + Duration::from_secs(second);
-            assert!(matches!(attempts.failed(Kind::Unreachable, now, None, now), Next::After(_)), "{second}");
+            assert!(
+                matches!(attempts.failed(Kind::Unreachable, now, false, None, now), Next::After(_)),
+                "{second}"
+            );
         }
         let end = start + Duration::from_secs(60);
-        assert_eq!(attempts.failed(Kind::Unreachable, end, None, end), Next::Outage);
+        assert_eq!(attempts.failed(Kind::Unreachable, end, false, None, end), Next::Outage);
     }
 
     #[test]
-    fn a_sample_that_gets_no_answer_while_others_do_is_given_up() {
+    fn a_sample_that_a_live_server_does_not_answer_is_given_up() {
         let start = Instant::now();
         let later = start + Duration::from_secs(1);
         let mut attempts = Attempts::new(POLICY);
         for _ in 0..3 {
-            assert!(matches!(attempts.failed(Kind::Unreachable, start, Some(later), later), Next::After(_)));
+            assert!(matches!(attempts.failed(Kind::Unreachable, start, true, None, later), Next::After(_)));
         }
-        assert_eq!(attempts.failed(Kind::Unreachable, start, Some(later), later), Next::GiveUp);
+        assert_eq!(attempts.failed(Kind::Unreachable, start, true, None, later), Next::GiveUp);
     }
 
     #[test]
@@ -195,10 +209,13 @@ mod tests {
         let start = Instant::now();
         let mut attempts = Attempts::new(POLICY);
         let asked = Duration::from_secs(7);
-        let Next::After(pause) = attempts.failed(Kind::Busy(Some(asked)), start, Some(start), start) else { panic!() };
+        let Next::After(pause) = attempts.failed(Kind::Busy(Some(asked)), start, true, Some(start), start)
+        else {
+            panic!()
+        };
         assert!(pause >= asked && pause < asked * 2);
         let end = start + Duration::from_secs(61);
         let answered = end - Duration::from_secs(1);
-        assert_eq!(attempts.failed(Kind::Busy(None), end, Some(answered), end), Next::GiveUp);
+        assert_eq!(attempts.failed(Kind::Busy(None), end, true, Some(answered), end), Next::GiveUp);
     }
 }

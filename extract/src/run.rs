@@ -4,12 +4,19 @@ use std::{
     fs, io,
     num::NonZero,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, atomic::AtomicBool, atomic::Ordering},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
 use serde_json::{Map, Value};
-use tokio::{sync::Semaphore, task::JoinSet, time::MissedTickBehavior};
+use tokio::{
+    sync::{Notify, Semaphore},
+    task::JoinSet,
+    time::MissedTickBehavior,
+};
 
 use crate::{
     client::{Client, ProxyUrl, Readiness},
@@ -136,6 +143,8 @@ pub async fn run(options: RunOptions, stop: Stop, terminal: &Terminal) -> Result
         identity: Mutex::new(identity),
         confirmed: AtomicBool::new(false),
         last_answer: Mutex::default(),
+        retrying: AtomicUsize::new(0),
+        one_more_retries: Notify::new(),
         on_step: options.on_step,
     });
 
@@ -143,7 +152,9 @@ pub async fn run(options: RunOptions, stop: Stop, terminal: &Terminal) -> Result
         wait_until_ready(&extractor.client, options.policy.patience, &stop).await;
     }
     for lease in &leases {
-        if extractor.try_discard(lease).await && let Err(error) = extractor.ledger.release(lease.request_id) {
+        if extractor.try_discard(lease).await
+            && let Err(error) = extractor.ledger.release(lease.request_id)
+        {
             stop.ask(error.to_string());
         }
     }
@@ -156,7 +167,7 @@ pub async fn run(options: RunOptions, stop: Stop, terminal: &Terminal) -> Result
     work(&extractor, plan.rows, &mut tally, terminal, most, options.force).await;
 
     let (elapsed, samples_per_second, tokens_per_second) = tally.rates();
-    let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+    let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
     let counters = &extractor.counters;
     report.pending = tally.pending();
     report.written = tally.done;
@@ -212,7 +223,9 @@ fn prepare(options: &RunOptions) -> Result<(Prepared, Report), RunError> {
     };
     let different = |difference| RunError::Different { path: options.out.clone(), difference };
     match ledger.settings()? {
-        Some(before) => before.difference(&settings).map_or(Ok(()), |difference| Err(different(difference)))?,
+        Some(before) => {
+            before.difference(&settings).map_or(Ok(()), |difference| Err(different(difference)))?
+        }
         None => {
             refuse_strangers(&store, &options.out)?;
             ledger.begin(&settings)?;
@@ -222,7 +235,10 @@ fn prepare(options: &RunOptions) -> Result<(Prepared, Report), RunError> {
     if let (Some(identity), Some(asked)) = (&identity, &options.points) {
         let is_residual = |point: &tether_dump::CapturePoint| asked.residuals().contains(point);
         let finals = identity.points.iter().filter(|point| !is_residual(point)).copied();
-        let now = Identity { points: asked.residuals().into_iter().chain(finals.last()).collect(), ..identity.clone() };
+        let now = Identity {
+            points: asked.residuals().into_iter().chain(finals.last()).collect(),
+            ..identity.clone()
+        };
         identity.difference(&now).map_or(Ok(()), |difference| Err(different(difference)))?;
     }
     let swept = store.remove_temporaries().map_err(out)? + Report::remove_temporaries(&store).map_err(out)?;
@@ -279,7 +295,8 @@ fn prepare(options: &RunOptions) -> Result<(Prepared, Report), RunError> {
 fn refuse_strangers(store: &Store, out: &Path) -> Result<(), RunError> {
     let path = out.to_owned();
     let files = store.files().map_err(|source| RunError::Out { path: path.clone(), source })?;
-    let example = files.into_iter().find(|file| file.extension().is_some_and(|extension| extension == "ckpt"));
+    let example =
+        files.into_iter().find(|file| file.extension().is_some_and(|extension| extension == "ckpt"));
     example.map_or(Ok(()), |example| Err(RunError::Strangers { path, example }))
 }
 
@@ -332,8 +349,10 @@ async fn work(
     let mut tasks = JoinSet::new();
     let (mut failures_in_a_row, mut space_checked) = (0, false);
     loop {
-        // One sample alone shows first that the server gives what is needed, and how much room that takes.
-        let room = if extractor.is_confirmed() && space_checked { most } else { 1 };
+        // One sample alone shows first that the server gives what is needed, and how much room that takes; if it is not
+        // answered at once, another has its turn beside it, as the sample may be at fault.
+        let ready = extractor.is_confirmed() && space_checked;
+        let room = if ready { most } else { most.min(1 + extractor.retrying.load(Ordering::Relaxed)) };
         while tasks.len() < room && !stop.is_asked() {
             let Some(row) = rows.next() else { break };
             tasks.spawn(Arc::clone(extractor).extract(row));
@@ -360,6 +379,7 @@ async fn work(
                 Some(Err(error)) => stop.ask(format!("working on a sample panicked: {error}")),
             },
             _ = ticks.tick() => progress.show(tally),
+            () = extractor.one_more_retries.notified(), if !ready => {}
         }
         if extractor.is_confirmed() && !space_checked {
             space_checked = true;
@@ -383,7 +403,9 @@ fn check_space(extractor: &Extractor, rest: &[crate::dataset::Row], force: bool)
     let readable = |bytes| indicatif::BinaryBytes(bytes).to_string();
     let (need, have) = (readable(needed), readable(free));
     if needed > free && !force {
-        extractor.stop.ask(format!("the rest needs about {need}, {have} are free; --force begins all the same"));
+        extractor
+            .stop
+            .ask(format!("the rest needs about {need}, {have} are free; --force begins all the same"));
     } else if needed > free / 10 * 9 {
         tracing::warn!(need, free = have, "the disk may become full");
     } else {

@@ -252,7 +252,8 @@ mod tests {
     fn stored(content: &[u8]) -> (tempfile::TempDir, PathBuf, Fingerprint) {
         let root = tempfile::tempdir().unwrap();
         let store = Store::new(root.path());
-        let fingerprint = store.write::<io::Error>(Path::new("a/b.ckpt"), |file| file.write_all(content)).unwrap();
+        let fingerprint =
+            store.write::<io::Error>(Path::new("a/b.ckpt"), |file| file.write_all(content)).unwrap();
         let path = root.path().join("a/b.ckpt");
         (root, path, fingerprint)
     }

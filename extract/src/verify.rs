@@ -78,7 +78,11 @@ impl fmt::Display for Verified {
         for path in &self.strangers {
             writeln!(f, "UNKNOWN  {} is not in the ledger", path.display())?;
         }
-        writeln!(f, "{} of {} rows have a good file: {} tokens, {} bytes", self.good, self.rows, self.tokens, self.bytes)?;
+        writeln!(
+            f,
+            "{} of {} rows have a good file: {} tokens, {} bytes",
+            self.good, self.rows, self.tokens, self.bytes
+        )?;
         write!(f, "{} bad, {} unknown", self.bad.len(), self.strangers.len())
     }
 }
@@ -92,13 +96,20 @@ pub fn verify(directory: &Path) -> Result<Verified, VerifyDirectoryError> {
     let _lock = DirectoryLock::take(directory)?;
     let path = directory.join(FILE_NAME);
     let settings = ledger.settings()?.ok_or_else(|| LedgerError::NoRun { path: path.clone() })?;
-    let format = by_name(&settings.format).ok_or(VerifyDirectoryError::Format { path, format: settings.format })?;
+    let format =
+        by_name(&settings.format).ok_or(VerifyDirectoryError::Format { path, format: settings.format })?;
     let mut samples: Vec<Stored> = ledger.samples()?.into_values().collect();
     samples.sort_by_key(|sample| sample.row);
 
     let results = parallel(&samples, |sample| check(&*format, directory, sample));
-    let mut verified =
-        Verified { rows: settings.dataset_rows, good: 0, tokens: 0, bytes: 0, bad: Vec::new(), strangers: Vec::new() };
+    let mut verified = Verified {
+        rows: settings.dataset_rows,
+        good: 0,
+        tokens: 0,
+        bytes: 0,
+        bad: Vec::new(),
+        strangers: Vec::new(),
+    };
     for (sample, result) in samples.iter().zip(results) {
         match result {
             Ok(()) => {
@@ -113,7 +124,10 @@ pub fn verify(directory: &Path) -> Result<Verified, VerifyDirectoryError> {
     let known: HashSet<PathBuf> = samples.into_iter().map(|sample| directory.join(sample.path)).collect();
     let suffix = format.path(0).extension().map(ToOwned::to_owned);
     let files = Store::new(directory).files().map_err(io)?;
-    verified.strangers = files.into_iter().filter(|file| file.extension() == suffix.as_deref() && !known.contains(file)).collect();
+    verified.strangers = files
+        .into_iter()
+        .filter(|file| file.extension() == suffix.as_deref() && !known.contains(file))
+        .collect();
     Ok(verified)
 }
 

@@ -74,7 +74,8 @@ impl Reply {
         let body: Body = serde_json::from_slice(body).map_err(|error| ReplyError::Json(error.to_string()))?;
         let MetaInfo { id, capture } = body.meta_info;
         let request_id: RequestId = id.parse().map_err(|_| ReplyError::Id(id))?;
-        let header = |name| headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
+        let header =
+            |name| headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
         // For a single prompt the call's ID is the request's own.
         if let Some(call_id) = header(CALL_ID_HEADER)
             && call_id != request_id.to_string()
@@ -89,7 +90,9 @@ impl Reply {
             claims.token_hash = match capture.token_hash {
                 None => None,
                 Some(text) => Some(text.parse().map_err(|_| {
-                    ReplyError::Json(format!("`meta_info.capture.token_hash` is `{text}`, expected 32 hex digits"))
+                    ReplyError::Json(format!(
+                        "`meta_info.capture.token_hash` is `{text}`, expected 32 hex digits"
+                    ))
                 })?),
             };
         }
@@ -134,7 +137,8 @@ mod tests {
         let body = format!(
             r#"{{"text":"","meta_info":{{"id":"{id}","capture":{{"path":"/server/x","num_tokens":2,"token_hash":"{hash}"}}}}}}"#
         );
-        let reply = parse(&[("x-hidden-states-path", "/proxy/x"), ("x-request-id", &id.to_string())], &body).unwrap();
+        let reply =
+            parse(&[("x-hidden-states-path", "/proxy/x"), ("x-request-id", &id.to_string())], &body).unwrap();
         assert_eq!(reply.path, Some("/proxy/x".into()));
         assert_eq!(reply.claims, Claims { num_tokens: Some(2), token_hash: Some(hash), mismatch: None });
         assert_eq!(parse(&[], &body).unwrap().path, Some("/server/x".into()));

@@ -92,7 +92,11 @@ impl<R: BufRead> Lines<R> {
             let text = Err(LineTooLong { bytes: length, limit });
             return Ok(Some(Line { number: self.number, offset: start, text }));
         }
-        let mark = if self.number == 1 && self.buffer.starts_with(BYTE_ORDER_MARK) { BYTE_ORDER_MARK.len() } else { 0 };
+        let mark = if self.number == 1 && self.buffer.starts_with(BYTE_ORDER_MARK) {
+            BYTE_ORDER_MARK.len()
+        } else {
+            0
+        };
         Ok(Some(Line { number: self.number, offset: start + mark as u64, text: Ok(&self.buffer[mark..]) }))
     }
 }
@@ -117,8 +121,8 @@ mod tests {
     #[test]
     fn every_line_has_its_number_and_place() {
         let (seen, hash) = lines(b"ab\n\ncdefg\nh", 100);
-        let expected =
-            [(1, 0, "ab"), (2, 3, ""), (3, 4, "cdefg"), (4, 10, "h")].map(|(n, o, t)| (n, o, Ok(t.as_bytes().to_vec())));
+        let expected = [(1, 0, "ab"), (2, 3, ""), (3, 4, "cdefg"), (4, 10, "h")]
+            .map(|(n, o, t)| (n, o, Ok(t.as_bytes().to_vec())));
         assert_eq!(seen, expected);
         assert_eq!(hash, xxhash_rust::xxh3::xxh3_128(b"ab\n\ncdefg\nh"));
     }

@@ -50,7 +50,7 @@ fn a_bad_row_says_what_is_wrong_with_it() {
             "invalid value: integer `2`, expected 0, 1, false or true in `loss_mask` (column 31)",
         ),
         (r#"{"input_ids":[1]"#, "EOF while parsing an object (column 16)"),
-        (r#"{"input_ids":[1],"id":[]}"#, "`id` must be a text or a number (column 24)"),
+        (r#"{"input_ids":[1],"id":[]}"#, "`id` must be a text or a number (column 25)"),
     ] {
         assert_eq!(reason(line), expected, "{line}");
     }

@@ -30,7 +30,10 @@ pub(super) enum AttemptError {
     Row(ReadRowError),
     Call(CallError),
     /// The dump was not at its path, and the proxy did not have it either.
-    Gone { path: Option<PathBuf>, error: CallError },
+    Gone {
+        path: Option<PathBuf>,
+        error: CallError,
+    },
     Dump(BadDump),
     /// A value is beyond the range of the file's element type.
     Value(WriteError),
@@ -46,7 +49,9 @@ impl std::fmt::Display for AttemptError {
             Self::Gone { path: Some(path), error } => {
                 write!(f, "the dump cannot be read at `{}`, nor fetched: {error}", path.display())
             }
-            Self::Gone { path: None, error } => write!(f, "the reply names no dump, and none can be fetched: {error}"),
+            Self::Gone { path: None, error } => {
+                write!(f, "the reply names no dump, and none can be fetched: {error}")
+            }
             Self::Dump(error) => f.write_str(&causes(error)),
             Self::Value(error) => f.write_str(&causes(error)),
             Self::Fatal(reason) => f.write_str(reason),
@@ -73,7 +78,9 @@ impl AttemptError {
                 Kind::Counted => FailureKind::Server,
                 Kind::Busy(_) | Kind::Unreachable => FailureKind::Unavailable,
             },
-            Self::Value(_) | Self::Dump(BadDump::Verify(VerifyError::NotFinite { .. })) => FailureKind::NotFinite,
+            Self::Value(_) | Self::Dump(BadDump::Verify(VerifyError::NotFinite { .. })) => {
+                FailureKind::NotFinite
+            }
             Self::Dump(error) if error.is_mismatch() => FailureKind::Mismatch,
             Self::Gone { .. } | Self::Dump(_) => FailureKind::Server,
             Self::Fatal(_) => FailureKind::Server,
@@ -123,10 +130,12 @@ impl Extractor {
         let source = self.locate(&lease).await?;
         let this = Arc::clone(self);
         let row = *row;
-        let work = move || this.store_sample(&row, &sample, &reply, source.path()).map(|stored| (stored, source));
+        let work =
+            move || this.store_sample(&row, &sample, &reply, source.path()).map(|stored| (stored, source));
         let result = tokio::task::spawn_blocking(work).await;
         drop(permit);
-        let result = result.unwrap_or_else(|error| Err(AttemptError::Fatal(format!("writing a sample panicked: {error}"))));
+        let result = result
+            .unwrap_or_else(|error| Err(AttemptError::Fatal(format!("writing a sample panicked: {error}"))));
         match result {
             Ok((stored, source)) => {
                 drop(source);
@@ -171,7 +180,8 @@ impl Extractor {
             .expect("numbers and texts become JSON");
             Ok((sample, Bytes::from(body)))
         });
-        let (sample, body) = read.await.map_err(|error| AttemptError::Fatal(format!("reading a row panicked: {error}")))??;
+        let (sample, body) =
+            read.await.map_err(|error| AttemptError::Fatal(format!("reading a row panicked: {error}")))??;
         let reply = self.client.generate(body).await;
         // Whether it likes the sample or not, the server is there.
         if matches!(&reply, Ok(_) | Err(CallError::Reply(_)))
@@ -190,7 +200,9 @@ impl Extractor {
             return Ok(Source::Shared(path.clone()));
         }
         let id = lease.request_id;
-        let disk = |source: std::io::Error| AttemptError::Fatal(format!("cannot write to `{}`: {source}", self.staging.display()));
+        let disk = |source: std::io::Error| {
+            AttemptError::Fatal(format!("cannot write to `{}`: {source}", self.staging.display()))
+        };
         std::fs::create_dir_all(&self.staging).map_err(disk)?;
         let to = TempPath::try_from_path(self.staging.join(format!("{id}.safetensors"))).map_err(disk)?;
         match self.client.fetch_dump(id, &to).await {
@@ -204,7 +216,13 @@ impl Extractor {
     }
 
     /// Checks the dump, writes the sample's file, records it. Blocks.
-    fn store_sample(&self, row: &Row, sample: &Sample, reply: &Reply, dump: &Path) -> Result<Stored, AttemptError> {
+    fn store_sample(
+        &self,
+        row: &Row,
+        sample: &Sample,
+        reply: &Reply,
+        dump: &Path,
+    ) -> Result<Stored, AttemptError> {
         let expected = Expected {
             request_id: reply.request_id,
             claims: &reply.claims,
@@ -221,15 +239,17 @@ impl Extractor {
         self.check_identity(&dump)?;
 
         let path = self.format.path(row.row);
-        let fingerprint = self.store.write(&path, |file| self.format.write(file, sample, &dump)).map_err(|error| {
-            match error {
-                WriteError::Io { source, .. } => {
-                    AttemptError::Fatal(format!("cannot write `{}`: {source}", self.store.root().join(&path).display()))
+        let fingerprint =
+            self.store.write(&path, |file| self.format.write(file, sample, &dump)).map_err(|error| {
+                match error {
+                    WriteError::Io { source, .. } => AttemptError::Fatal(format!(
+                        "cannot write `{}`: {source}",
+                        self.store.root().join(&path).display()
+                    )),
+                    WriteError::Unsuitable(error) => AttemptError::Dump(error.into()),
+                    error @ WriteError::NotFinite { .. } => AttemptError::Value(error),
                 }
-                WriteError::Unsuitable(error) => AttemptError::Dump(error.into()),
-                error @ WriteError::NotFinite { .. } => AttemptError::Value(error),
-            }
-        })?;
+            })?;
         self.step(Step::FileWritten, row)?;
         let stored = Stored {
             row: row.row,
@@ -250,7 +270,9 @@ impl Extractor {
         match &*known {
             None => {
                 let identity = Identity::of(dump.head());
-                self.ledger.set_identity(identity.clone()).map_err(|error| AttemptError::Fatal(error.to_string()))?;
+                self.ledger
+                    .set_identity(identity.clone())
+                    .map_err(|error| AttemptError::Fatal(error.to_string()))?;
                 *known = Some(identity);
             }
             Some(identity) => {
@@ -270,7 +292,9 @@ impl Extractor {
 
     fn step(&self, step: Step, row: &Row) -> Result<(), AttemptError> {
         match &self.on_step {
-            Some(hook) if !(hook.0)(step, row.row) => Err(AttemptError::Fatal(format!("stopped after {step:?}"))),
+            Some(hook) if !(hook.0)(step, row.row) => {
+                Err(AttemptError::Fatal(format!("stopped after {step:?}")))
+            }
             _ => Ok(()),
         }
     }
@@ -292,7 +316,8 @@ impl Extractor {
         let id = lease.request_id;
         // A path out of a reply is only ever deleted if it is the name that this request's dump has.
         let name = format!("{id}.safetensors");
-        let shared = lease.path.as_ref().filter(|path| path.file_name().is_some_and(|found| found == name.as_str()));
+        let shared =
+            lease.path.as_ref().filter(|path| path.file_name().is_some_and(|found| found == name.as_str()));
         if shared.is_some_and(|path| std::fs::remove_file(path).is_ok()) {
             return true;
         }

@@ -13,7 +13,7 @@ use std::{
 
 use half::{bf16, f16, slice::HalfFloatSliceExt as _};
 use tether_dump::{
-    CapturePoint, DumpFile, Dtype, FinalState, TokenHash,
+    CapturePoint, Dtype, DumpFile, FinalState, TokenHash,
     torch_file::{Storage, TorchFile},
 };
 
@@ -81,8 +81,18 @@ impl Format for Eagle3 {
             .into());
         }
         let mut out = TorchFile::new(file);
-        out.tensor("input_ids", Storage::Long, &[tokens], long_chunks(&sample.input_ids).iter().map(Vec::as_slice))?;
-        out.tensor("loss_mask", Storage::Long, &[tokens], long_chunks(&sample.loss_mask).iter().map(Vec::as_slice))?;
+        out.tensor(
+            "input_ids",
+            Storage::Long,
+            &[tokens],
+            long_chunks(&sample.input_ids).iter().map(Vec::as_slice),
+        )?;
+        out.tensor(
+            "loss_mask",
+            Storage::Long,
+            &[tokens],
+            long_chunks(&sample.loss_mask).iter().map(Vec::as_slice),
+        )?;
         write_states(&mut out, "hidden_state", dump, &finals)?;
         write_states(&mut out, "aux_hidden_state", dump, &aux)?;
         out.string(REQUEST_ID, &head.metadata.request_id.to_string());
@@ -107,7 +117,9 @@ impl Format for Eagle3 {
         let aux = archive.tensor("aux_hidden_state", "BFloat16Storage")?;
         if rows != tokens || aux.shape != [1, tokens, AUX_POINTS * hidden] {
             let (last, aux) = (&last.shape, &aux.shape);
-            return Err(wrong(format!("`hidden_state` is {last:?} and `aux_hidden_state` {aux:?} for {tokens} tokens")));
+            return Err(wrong(format!(
+                "`hidden_state` is {last:?} and `aux_hidden_state` {aux:?} for {tokens} tokens"
+            )));
         }
         for (key, tensor) in [("hidden_state", &last), ("aux_hidden_state", &aux)] {
             if let Some(element) = Dtype::BFloat16.first_non_finite(tensor.bytes) {
@@ -115,10 +127,14 @@ impl Format for Eagle3 {
             }
         }
         let request_id = archive.string(REQUEST_ID)?;
-        let request_id =
-            request_id.parse().map_err(|_| wrong(format!("`{REQUEST_ID}` is `{request_id}`, not a request ID")))?;
+        let request_id = request_id
+            .parse()
+            .map_err(|_| wrong(format!("`{REQUEST_ID}` is `{request_id}`, not a request ID")))?;
         let longs = |bytes: &[u8]| -> Vec<i64> {
-            bytes.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().expect("chunks of 8 bytes"))).collect()
+            bytes
+                .chunks_exact(8)
+                .map(|b| i64::from_le_bytes(b.try_into().expect("chunks of 8 bytes")))
+                .collect()
         };
         if let Some(bit) = longs(mask.bytes).into_iter().find(|bit| !matches!(bit, 0 | 1)) {
             return Err(wrong(format!("`loss_mask` holds {bit}, expected 0 and 1")));

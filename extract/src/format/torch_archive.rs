@@ -57,7 +57,9 @@ impl Archive {
                 pickle = Some(text);
             } else if let Some((_, storage)) = name.split_once("/data/") {
                 let start = entry.data_start().and_then(|start| usize::try_from(start).ok());
-                let end = start.zip(usize::try_from(entry.size()).ok()).and_then(|(start, len)| start.checked_add(len));
+                let end = start
+                    .zip(usize::try_from(entry.size()).ok())
+                    .and_then(|(start, len)| start.checked_add(len));
                 let Some((start, end)) = start.zip(end).filter(|(_, end)| *end <= bytes.len()) else {
                     return Err(InspectError::NotAnArchive(format!("entry `{name}` ends beyond the file")));
                 };
@@ -82,7 +84,8 @@ impl Archive {
     pub(super) fn tensor(&self, key: &str, class: &str) -> Result<Tensor<'_>, InspectError> {
         let wrong = |what: String| InspectError::Wrong(format!("`{key}` {what}"));
         let value = self.entries.get(key).ok_or_else(|| wrong("is missing".into()))?;
-        let tensor = value.as_tensor().ok_or_else(|| wrong(format!("is {}, expected a tensor", value.kind())))?;
+        let tensor =
+            value.as_tensor().ok_or_else(|| wrong(format!("is {}, expected a tensor", value.kind())))?;
         if tensor.class != class {
             return Err(wrong(format!("is a {}, expected a {class}", tensor.class)));
         }
@@ -93,11 +96,14 @@ impl Archive {
             _ => 1,
         };
         let shape = tensor.shape;
-        let range = self.storages.get(tensor.storage).ok_or_else(|| wrong("has no storage in the archive".into()))?;
+        let range =
+            self.storages.get(tensor.storage).ok_or_else(|| wrong("has no storage in the archive".into()))?;
         let expected = shape.iter().try_fold(size, |bytes: usize, len| bytes.checked_mul(*len));
         if expected != Some(range.len()) || tensor.offset != 0 || !is_contiguous(&shape, &tensor.stride) {
             let len = range.len();
-            return Err(wrong(format!("is {shape:?} over a storage of {len} bytes, expected all of it, contiguous")));
+            return Err(wrong(format!(
+                "is {shape:?} over a storage of {len} bytes, expected all of it, contiguous"
+            )));
         }
         Ok(Tensor { shape, bytes: &self.bytes[range.clone()] })
     }

@@ -94,7 +94,8 @@ fn another_programs_database_is_left_alone() {
     let path = directory.path().join(FILE_NAME);
     Connection::open(&path).unwrap().execute_batch("CREATE TABLE theirs (a)").unwrap();
     assert!(matches!(Ledger::open(directory.path()), Err(LedgerError::Foreign { .. })));
-    std::fs::write(&path, "this is no database, and long enough for SQLite to look at its header".repeat(9)).unwrap();
+    std::fs::write(&path, "this is no database, and long enough for SQLite to look at its header".repeat(9))
+        .unwrap();
     assert!(matches!(Ledger::open(directory.path()), Err(LedgerError::Sqlite { .. })));
 }
 

@@ -52,7 +52,10 @@ impl Ledger {
         let thread = thread::Builder::new()
             .name("ledger".into())
             .spawn(move || write(self.connection, &receiver))
-            .map_err(|source| LedgerError::Sqlite { path, source: rusqlite::Error::ToSqlConversionFailure(source.into()) })?;
+            .map_err(|source| LedgerError::Sqlite {
+                path,
+                source: rusqlite::Error::ToSqlConversionFailure(source.into()),
+            })?;
         Ok(LedgerWriter { changes: Some(changes), thread: Some(thread) })
     }
 }
@@ -179,7 +182,9 @@ fn apply(connection: &Connection, change: &Change) -> rusqlite::Result<()> {
                 .execute(params![lease.request_id.to_string(), lease.path.as_ref().map(text)])?;
         }
         Change::Release(request_id) => {
-            connection.prepare_cached("DELETE FROM dump WHERE request_id = ?1")?.execute([request_id.to_string()])?;
+            connection
+                .prepare_cached("DELETE FROM dump WHERE request_id = ?1")?
+                .execute([request_id.to_string()])?;
         }
     }
     Ok(())

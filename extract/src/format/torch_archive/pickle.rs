@@ -72,14 +72,18 @@ impl Value {
         if function != "torch._utils._rebuild_tensor_v2" {
             return None;
         }
-        let [Self::Persistent(storage), Self::Int(offset), Self::Tuple(shape), Self::Tuple(stride), ..] = &arguments[..]
+        let [Self::Persistent(storage), Self::Int(offset), Self::Tuple(shape), Self::Tuple(stride), ..] =
+            &arguments[..]
         else {
             return None;
         };
         let Self::Tuple(storage) = &**storage else { return None };
         let [_, Self::Global(class), Self::Text(storage), ..] = &storage[..] else { return None };
         let sizes = |values: &[Self]| -> Option<Vec<usize>> {
-            values.iter().map(|value| if let Self::Int(int) = value { usize::try_from(*int).ok() } else { None }).collect()
+            values
+                .iter()
+                .map(|value| if let Self::Int(int) = value { usize::try_from(*int).ok() } else { None })
+                .collect()
         };
         let (shape, stride) = (sizes(shape)?, sizes(stride)?);
         Some(TensorRef { class: class.strip_prefix("torch.")?, storage, offset: *offset, shape, stride })
@@ -88,7 +92,8 @@ impl Value {
 
 /// The dict that `pickle` holds, its keys texts.
 pub(super) fn dict(pickle: &[u8]) -> Result<HashMap<String, Value>, PickleError> {
-    let Value::Dict(items) = (Machine { rest: pickle, stack: Vec::new(), memo: HashMap::new() }).run()? else {
+    let Value::Dict(items) = (Machine { rest: pickle, stack: Vec::new(), memo: HashMap::new() }).run()?
+    else {
         return Err(PickleError::NotADict);
     };
     items
@@ -132,7 +137,8 @@ impl<'a> Machine<'a> {
                 0x8a => self.long()?,
                 b'X' => {
                     let length = u32::from_le_bytes(self.take()?) as usize;
-                    let text = std::str::from_utf8(self.bytes(length)?).map_err(|_| PickleError::Malformed)?;
+                    let text =
+                        std::str::from_utf8(self.bytes(length)?).map_err(|_| PickleError::Malformed)?;
                     self.stack.push(Value::Text(text.to_owned()));
                 }
                 b'c' => {
@@ -160,7 +166,11 @@ impl<'a> Machine<'a> {
                     self.stack.push(Value::Tuple(values.into()));
                 }
                 0x85..=0x87 => {
-                    let at = self.stack.len().checked_sub(usize::from(opcode - 0x84)).ok_or(PickleError::Malformed)?;
+                    let at = self
+                        .stack
+                        .len()
+                        .checked_sub(usize::from(opcode - 0x84))
+                        .ok_or(PickleError::Malformed)?;
                     let values = self.stack.split_off(at);
                     self.stack.push(Value::Tuple(values.into()));
                 }
@@ -226,7 +236,11 @@ impl<'a> Machine<'a> {
     }
 
     fn since_mark(&mut self) -> Result<Vec<Value>, PickleError> {
-        let mark = self.stack.iter().rposition(|value| matches!(value, Value::Mark)).ok_or(PickleError::Malformed)?;
+        let mark = self
+            .stack
+            .iter()
+            .rposition(|value| matches!(value, Value::Mark))
+            .ok_or(PickleError::Malformed)?;
         let values = self.stack.split_off(mark + 1);
         self.stack.pop();
         Ok(values)
@@ -273,7 +287,8 @@ mod tests {
         assert!(matches!(&dict["a"], Value::Text(text) if text == "b"));
         assert!(matches!(&dict["again"], Value::Text(text) if text == "b"));
         let Value::Tuple(numbers) = &dict["n"] else { panic!("{dict:?}") };
-        let numbers: Vec<_> = numbers.iter().map(|n| if let Value::Int(n) = n { *n } else { panic!("{n:?}") }).collect();
+        let numbers: Vec<_> =
+            numbers.iter().map(|n| if let Value::Int(n) = n { *n } else { panic!("{n:?}") }).collect();
         assert_eq!(numbers, [1, 300, -70000, 1 << 40]);
     }
 
