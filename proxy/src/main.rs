@@ -1,5 +1,6 @@
 //! `tether-proxy`: reads the settings, opens the sockets, and runs until told to stop.
 
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -27,6 +28,7 @@ fn main() -> ExitCode {
 fn start_log(args: &Args) {
     let log = tracing_subscriber::fmt()
         .with_max_level(LevelFilter::from_level(args.log_level))
+        .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);
     if args.log_json { log.json().init() } else { log.init() }
 }
@@ -52,8 +54,8 @@ fn run(args: Args) -> anyhow::Result<()> {
             info!(
                 listen = %listener.local_addr()?,
                 metrics = metrics_addr.map(|address| address.to_string()),
-                "tether-proxy {} is ready",
-                env!("CARGO_PKG_VERSION")
+                version = env!("CARGO_PKG_VERSION"),
+                "ready"
             );
             server::serve(app.clone(), sweeper, listener, metrics, signals).await;
             Ok(())
