@@ -103,7 +103,7 @@ pub fn check_identity(began_with: &Identity, dump: &DumpFile) -> Result<(), Diff
     began_with.difference(&Identity::of(dump.head())).map_or(Ok(()), Err)
 }
 
-fn same<T: PartialEq + ToString>(what: &'static str, found: T, expected: T) -> Result<(), BadDump> {
+fn same<T: PartialEq + ToString + Copy>(what: &'static str, found: T, expected: T) -> Result<(), BadDump> {
     if found == expected {
         return Ok(());
     }

@@ -178,7 +178,7 @@ impl Client {
             let text = Limited::new(body, MAX_REPLY_BYTES)
                 .collect()
                 .await
-                .map(|body| body.to_bytes())
+                .map(http_body_util::Collected::to_bytes)
                 .unwrap_or_default();
             Err(status_error(head.status, &head.headers, &text))
         };

@@ -152,8 +152,8 @@ pub fn check_planes(
     asked: Option<&Points>,
     metadata: &Metadata,
 ) -> Result<(), Unsuitable> {
-    let (finals, residuals): (Vec<_>, Vec<_>) = split_final(metadata);
-    format.check_residuals(&residuals)?;
+    let (residuals, finals) = split_final(&metadata.points, metadata.final_state);
+    format.check_residuals(residuals)?;
     let wanted = match format.final_state() {
         FinalState::PreNorm => vec![CapturePoint::Residual(metadata.num_layers as u16)],
         FinalState::PostNorm => vec![CapturePoint::FinalNorm],
@@ -167,19 +167,21 @@ pub fn check_planes(
     }
     match asked {
         Some(asked) if asked.residuals() != residuals => {
-            Err(unsuitable("the points it asked for", format!("{} instead of {asked}", names(&residuals))))
+            Err(unsuitable("the points it asked for", format!("{} instead of {asked}", names(residuals))))
         }
         _ => Ok(()),
     }
 }
 
-/// The planes of the final state, and those of the residual points before it.
-fn split_final(metadata: &Metadata) -> (Vec<CapturePoint>, Vec<CapturePoint>) {
-    let last = match metadata.final_state {
+/// The residual points among a dump's planes, and the planes of the final state after them.
+pub(crate) fn split_final(
+    points: &[CapturePoint],
+    final_state: FinalState,
+) -> (&[CapturePoint], &[CapturePoint]) {
+    let last = match final_state {
         FinalState::None => 0,
         FinalState::PreNorm | FinalState::PostNorm => 1,
         FinalState::Both => 2,
     };
-    let at = metadata.points.len().saturating_sub(last);
-    (metadata.points[at..].to_vec(), metadata.points[..at].to_vec())
+    points.split_at(points.len().saturating_sub(last))
 }

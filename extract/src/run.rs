@@ -22,7 +22,7 @@ use crate::{
     client::{Client, ProxyUrl, Readiness},
     dataset::{Dataset, DatasetError, RepeatedIds},
     extractor::{Extractor, Outcome, StepHook},
-    format::{Format, Unsuitable},
+    format::{Format, Unsuitable, split_final},
     ledger::{Difference, Identity, Ledger, LedgerError, Settings},
     lock::{DirectoryLock, LockError},
     plan::{Plan, Wanted},
@@ -224,7 +224,7 @@ fn prepare(options: &RunOptions) -> Result<(Prepared, Report), RunError> {
     let different = |difference| RunError::Different { path: options.out.clone(), difference };
     match ledger.settings()? {
         Some(before) => {
-            before.difference(&settings).map_or(Ok(()), |difference| Err(different(difference)))?
+            before.difference(&settings).map_or(Ok(()), |difference| Err(different(difference)))?;
         }
         None => {
             refuse_strangers(&store, &options.out)?;
@@ -233,12 +233,8 @@ fn prepare(options: &RunOptions) -> Result<(Prepared, Report), RunError> {
     }
     let identity = ledger.identity()?;
     if let (Some(identity), Some(asked)) = (&identity, &options.points) {
-        let is_residual = |point: &tether_dump::CapturePoint| asked.residuals().contains(point);
-        let finals = identity.points.iter().filter(|point| !is_residual(point)).copied();
-        let now = Identity {
-            points: asked.residuals().into_iter().chain(finals.last()).collect(),
-            ..identity.clone()
-        };
+        let (_, finals) = split_final(&identity.points, identity.final_state);
+        let now = Identity { points: [asked.residuals().as_slice(), finals].concat(), ..identity.clone() };
         identity.difference(&now).map_or(Ok(()), |difference| Err(different(difference)))?;
     }
     let swept = store.remove_temporaries().map_err(out)? + Report::remove_temporaries(&store).map_err(out)?;

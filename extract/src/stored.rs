@@ -262,7 +262,7 @@ mod tests {
     fn a_file_is_whole_under_its_name_and_nothing_else_is_left() {
         let (root, path, fingerprint) = stored(b"content");
         assert_eq!(fs::read(&path).unwrap(), b"content");
-        assert_eq!(Store::new(root.path()).files().unwrap(), [path.clone()]);
+        assert_eq!(Store::new(root.path()).files().unwrap(), std::slice::from_ref(&path));
         assert_eq!(fingerprint.bytes, 7);
         fingerprint.check(&path, Depth::Quick).unwrap();
         fingerprint.check(&path, Depth::Full).unwrap();

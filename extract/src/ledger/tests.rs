@@ -4,7 +4,7 @@ pub(super) fn sample(row: u64) -> Stored {
     Stored {
         row,
         token_hash: TokenHash::of(&[row as i64, 2, 3]),
-        sample_id: (row % 2 == 0).then(|| format!("conversation {row}")),
+        sample_id: row.is_multiple_of(2).then(|| format!("conversation {row}")),
         request_id: RequestId::new(),
         tokens: 3,
         path: format!("rows_0-2000/data_{row}.ckpt").into(),

@@ -1,7 +1,7 @@
 //! The thread that owns the ledger while a run goes on.
 
 use std::{
-    path::PathBuf,
+    path::Path,
     sync::mpsc::{self, Receiver, Sender},
     thread::{self, JoinHandle},
 };
@@ -179,7 +179,7 @@ fn apply(connection: &Connection, change: &Change) -> rusqlite::Result<()> {
         Change::Lease(lease) => {
             connection
                 .prepare_cached("INSERT OR REPLACE INTO dump (request_id, path) VALUES (?1, ?2)")?
-                .execute(params![lease.request_id.to_string(), lease.path.as_ref().map(text)])?;
+                .execute(params![lease.request_id.to_string(), lease.path.as_deref().map(text)])?;
         }
         Change::Release(request_id) => {
             connection
@@ -191,6 +191,6 @@ fn apply(connection: &Connection, change: &Change) -> rusqlite::Result<()> {
 }
 
 /// Paths come out of JSON, headers and our own names, all of them text.
-fn text(path: &PathBuf) -> String {
+fn text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }

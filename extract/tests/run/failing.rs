@@ -34,7 +34,7 @@ async fn too_long_rows_are_never_cut() {
     assert_eq!((report.written, report.failed), (12, 2));
     assert_eq!(failures(&job.out())[0]["reason"], "7 tokens are more than --max-length 6");
     let skip = |options: &mut RunOptions| {
-        (options.wanted.max_length, options.wanted.too_long) = (Some(6), TooLong::Skip)
+        (options.wanted.max_length, options.wanted.too_long) = (Some(6), TooLong::Skip);
     };
     let report = job.run_with(skip).await.unwrap();
     assert_eq!((report.already_done, report.left_out, report.complete), (12, 2, true));

@@ -1,5 +1,8 @@
 //! Whole runs against a server that does what a test tells it to.
 
+// clippy.toml allows `unwrap` in tests, and Clippy does not know helpers of tests for tests.
+#![allow(clippy::unwrap_used)]
+
 mod failing;
 mod fake;
 mod resuming;

@@ -248,7 +248,7 @@ impl<'a> Machine<'a> {
 
     fn set(&mut self, values: Vec<Value>) -> Result<(), PickleError> {
         let Some(Value::Dict(items)) = self.stack.last_mut() else { return Err(PickleError::Malformed) };
-        if values.len() % 2 != 0 {
+        if !values.len().is_multiple_of(2) {
             return Err(PickleError::Malformed);
         }
         let items = Rc::make_mut(items);
