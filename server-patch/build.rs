@@ -7,6 +7,8 @@ fn main() {
     println!("cargo:rerun-if-env-changed=DEP_TCH_LIBTORCH_LIB");
     match std::env::var("DEP_TCH_LIBTORCH_LIB") {
         Ok(lib) => println!("cargo:rustc-link-arg=-Wl,-rpath,{lib}"),
-        Err(_) => println!("cargo:warning=torch-sys did not say where libtorch is; set LD_LIBRARY_PATH to run"),
+        Err(_) => {
+            println!("cargo:warning=torch-sys did not say where libtorch is; set LD_LIBRARY_PATH to run");
+        }
     }
 }

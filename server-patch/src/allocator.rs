@@ -22,5 +22,6 @@ static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 // SAFETY: jemalloc defines the name weakly for this purpose, with the type `const char *`, which a reference to the
 // first byte of a constant, terminated string is.
 static MALLOC_CONF: &std::ffi::c_char = unsafe {
-    &*c"oversize_threshold:0,dirty_decay_ms:30000,muzzy_decay_ms:0,retain:true,background_thread:false".as_ptr()
+    &*c"oversize_threshold:0,dirty_decay_ms:30000,muzzy_decay_ms:0,retain:true,background_thread:false"
+        .as_ptr()
 };

@@ -154,7 +154,11 @@ impl App {
         let needed: u64 = plans.iter().filter_map(|plan| Some(plan.capture.as_ref()?.max_bytes)).sum();
         let mut reservation = match needed {
             0 => None,
-            _ => Some(self.budget.reserve(needed, deadline.saturating_duration_since(tokio::time::Instant::now())).await?),
+            _ => Some(
+                self.budget
+                    .reserve(needed, deadline.saturating_duration_since(tokio::time::Instant::now()))
+                    .await?,
+            ),
         };
         // Draining may have begun while this call waited for room, but it was in flight then and is to be finished.
         let jobs = plans.iter_mut().zip(&call.tickets).map(|(plan, ticket)| {
@@ -166,7 +170,8 @@ impl App {
         let done = call.wait(deadline, self.queue_timeout).await?;
         let elements = plans.iter().zip(&done).map(|(plan, done)| self.element(plan, done, started));
         let elements: Vec<Value> = elements.collect::<Result<_, _>>()?;
-        let body = if batch { Value::Array(elements) } else { elements.into_iter().next().unwrap_or_default() };
+        let body =
+            if batch { Value::Array(elements) } else { elements.into_iter().next().unwrap_or_default() };
         call.delivered = true;
         Ok(Generated {
             body,
@@ -182,7 +187,7 @@ impl App {
         originals: Originals,
     ) -> Result<(bool, Vec<Plan>), ApiError> {
         let app = Arc::clone(self);
-        let given = call_id.given().map(str::to_owned);
+        let (given, fresh) = (call_id.given().map(str::to_owned), call_id.as_str().to_owned());
         let short = body.len() <= INLINE_BODY;
         let work = move || {
             let request = GenerateRequest::parse(&body, app.planner.model.vocab_size)?;
@@ -192,17 +197,20 @@ impl App {
             // For a single prompt the rid is the call's ID, unless a header says otherwise.
             let own = match request.prompts.as_slice() {
                 [prompt] if !batch => prompt.rid.clone().filter(|rid| is_plain_name(rid)),
-                _ => None,
+                _ => Some(fresh),
             };
             let call_id = given.or(own);
             let plans = app.planner.plan(request, call_id.as_deref(), &originals)?;
+            // A single prompt without any name of its own has the one that its dump gets.
+            let call_id = call_id.or_else(|| Some(plans.first()?.identity.id.to_string()));
             Ok::<_, ApiError>((batch, plans, call_id))
         };
         let (batch, plans, known) = if short {
             work()?
         } else {
             let prepared = tokio::task::spawn_blocking(work).await;
-            prepared.map_err(|error| ApiError::StepFailed(format!("reading the request failed: {error}")))??
+            prepared
+                .map_err(|error| ApiError::StepFailed(format!("reading the request failed: {error}")))??
         };
         if let Some(known) = known {
             call_id.set(known);

@@ -101,7 +101,8 @@ impl Budget {
         waited.await.map_err(|_| ApiError::BudgetSpent { needed: bytes, seconds })
     }
 
-    fn try_reserve(self: &Arc<Self>, bytes: u64) -> Option<Reservation> {
+    /// Sets `bytes` aside if there is room now.
+    pub(crate) fn try_reserve(self: &Arc<Self>, bytes: u64) -> Option<Reservation> {
         let mut state = self.lock();
         if state.used + state.reserved + bytes > self.limit {
             return None;
@@ -126,7 +127,9 @@ impl Budget {
             let budget = Arc::clone(&self);
             match tokio::task::spawn_blocking(move || budget.scan()).await {
                 Ok(Ok(())) => {}
-                Ok(Err(error)) => tracing::error!(%error, dir = %self.dir.display(), "cannot scan the dump directory"),
+                Ok(Err(error)) => {
+                    tracing::error!(%error, dir = %self.dir.display(), "cannot scan the dump directory");
+                }
                 Err(error) => tracing::error!(%error, "the scan of the dump directory ended abnormally"),
             }
         }
@@ -295,7 +298,8 @@ mod tests {
         }
         fs::remove_file(&file).unwrap();
         waiter.await.unwrap().unwrap();
-        assert_eq!((budget.lock().waiting, budget.lock().reserved), (0, 0));
+        let state = budget.lock();
+        assert_eq!((state.waiting, state.reserved), (0, 0));
     }
 
     #[tokio::test]

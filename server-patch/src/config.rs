@@ -147,13 +147,13 @@ pub enum ConfigError {
         source: LoadError,
     },
     /// The points.
-    #[error("--capture-layers: {source}")]
+    #[error("--capture-layers cannot be captured")]
     Points {
         /// Which and why.
         source: InvalidCapture,
     },
     /// The model is too shallow for the usual points.
-    #[error("--capture-layers is needed, from 0 to {num_layers} on the input axis: {source}")]
+    #[error("--capture-layers is needed, from 0 to {num_layers} on the input axis")]
     NoDefault {
         /// Layers.
         num_layers: i64,

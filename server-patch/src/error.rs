@@ -76,7 +76,9 @@ pub enum ApiError {
         seconds: u64,
     },
     /// Published dumps took the whole budget for too long.
-    #[error("--dump-budget is spent: no room for {needed} bytes within {seconds} s; delete dumps that have been read")]
+    #[error(
+        "--dump-budget is spent: no room for {needed} bytes within {seconds} s; delete dumps that have been read"
+    )]
     BudgetSpent {
         /// Bytes of the request's dumps.
         needed: u64,
@@ -101,15 +103,19 @@ impl ApiError {
     /// The HTTP status a client sees.
     pub fn status(&self) -> StatusCode {
         match self {
-            Self::NotJson(_) | Self::WrongType(_) | Self::Invalid(_) | Self::InFlight { .. } | Self::BodyBroken(_) => {
-                StatusCode::BAD_REQUEST
-            }
+            Self::NotJson(_)
+            | Self::WrongType(_)
+            | Self::Invalid(_)
+            | Self::InFlight { .. }
+            | Self::BodyBroken(_) => StatusCode::BAD_REQUEST,
             Self::NotFound => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
             Self::BodyStalled { .. } => StatusCode::REQUEST_TIMEOUT,
             Self::AlreadyPublished { .. } => StatusCode::CONFLICT,
             Self::OverBudget { .. } | Self::BodyTooLong { .. } => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::StepFailed(_) | Self::NotFinite(_) | Self::WriteFailed(_) => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::StepFailed(_) | Self::NotFinite(_) | Self::WriteFailed(_) => {
+                StatusCode::INTERNAL_SERVER_ERROR
+            }
             Self::Loading
             | Self::Draining
             | Self::QueueFull
@@ -194,7 +200,11 @@ mod tests {
             assert_eq!(error.status().as_u16(), status, "{error:?}");
             assert_eq!(error.retry_after().is_some(), retry, "{error:?}");
             let body = error.body();
-            assert_eq!(body.pointer(pointer).and_then(|text| text.as_str()), Some(error.to_string().as_str()), "{body}");
+            assert_eq!(
+                body.pointer(pointer).and_then(|text| text.as_str()),
+                Some(error.to_string().as_str()),
+                "{body}"
+            );
         }
     }
 }

@@ -51,8 +51,10 @@ impl App {
             return plain(error_reply(&ApiError::MethodNotAllowed { allowed }));
         }
         match path.as_str() {
-            "/generate" => return self.generate_route(request).await,
-            "/abort_request" => plain(self.abort_route(request).await.unwrap_or_else(|error| error_reply(&error))),
+            "/generate" => self.generate_route(request).await,
+            "/abort_request" => {
+                plain(self.abort_route(request).await.unwrap_or_else(|error| error_reply(&error)))
+            }
             "/health" => plain(self.health()),
             "/metrics" => plain(self.metrics_text()),
             "/v1/models" => plain(json_reply(StatusCode::OK, &self.models())),
@@ -70,7 +72,8 @@ impl App {
         let result = async {
             self.lifecycle.check()?;
             json_content(request.headers())?;
-            let originals = Originals::read(request.headers().get(CLIENT_REQUEST_ID).map(HeaderValue::as_bytes));
+            let originals =
+                Originals::read(request.headers().get(CLIENT_REQUEST_ID).map(HeaderValue::as_bytes));
             let body = read_body(request.into_body(), MAX_BODY).await?;
             self.generate(body, &mut call_id, originals, started).await
         };
@@ -139,7 +142,9 @@ impl App {
     fn metrics_text(&self) -> Response<Full<Bytes>> {
         match prometheus::TextEncoder::new().encode_to_string(&self.registry.gather()) {
             Ok(text) => typed(StatusCode::OK, "text/plain; version=0.0.4; charset=utf-8", text.into()),
-            Err(error) => error_reply(&ApiError::StepFailed(format!("the metrics could not be encoded: {error}"))),
+            Err(error) => {
+                error_reply(&ApiError::StepFailed(format!("the metrics could not be encoded: {error}")))
+            }
         }
     }
 
@@ -171,11 +176,19 @@ impl App {
 /// Refuses what does not call itself JSON, as SGLang does: a form or a text that happens to parse was not meant.
 fn json_content(headers: &HeaderMap) -> Result<(), ApiError> {
     let given = headers.get(CONTENT_TYPE).map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
-    let essence = given.as_deref().unwrap_or_default().split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    let essence = given
+        .as_deref()
+        .unwrap_or_default()
+        .split(';')
+        .next()
+        .unwrap_or_default()
+        .trim()
+        .to_ascii_lowercase();
     if essence == "application/json" || (essence.starts_with("application/") && essence.ends_with("+json")) {
         return Ok(());
     }
-    let found = given.map_or_else(|| "is missing".to_owned(), |given| format!("is {:?}", crate::json::clipped(&given)));
+    let found = given
+        .map_or_else(|| "is missing".to_owned(), |given| format!("is {:?}", crate::json::clipped(&given)));
     Err(ApiError::NotJson(format!("the content type {found}; application/json is expected")))
 }
 
@@ -291,7 +304,10 @@ impl<B: Body + Unpin> Body for Tracked<B> {
     type Data = B::Data;
     type Error = B::Error;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         let polled = Pin::new(&mut self.inner).poll_frame(cx);
         match &polled {
             Poll::Ready(None) => self.end(),

@@ -78,7 +78,10 @@ impl Scalar {
     pub(crate) fn number<E: Error>(&self, name: &str) -> Result<Option<f64>, E> {
         match self {
             Self::Null => Ok(None),
-            #[expect(clippy::cast_precision_loss, reason = "a sampling parameter of 2^53 or more is refused by its range")]
+            #[expect(
+                clippy::cast_precision_loss,
+                reason = "a sampling parameter of 2^53 or more is refused by its range"
+            )]
             Self::Int(value) => Ok(Some(*value as f64)),
             Self::Float(value) => Ok(Some(*value)),
             _ => Err(self.refused(name, "a number")),

@@ -24,13 +24,15 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> anyhow::Result<()> {
-    let filter = EnvFilter::try_new(&args.log_level)
-        .with_context(|| format!("--log-level `{}`: expected error, warn, info, debug, trace or a filter", args.log_level));
+    let filter = EnvFilter::try_new(&args.log_level).with_context(|| {
+        format!("--log-level `{}`: expected error, warn, info, debug, trace or a filter", args.log_level)
+    });
     let (filter, bad_filter) = match filter {
         Ok(filter) => (filter, None),
         Err(error) => (EnvFilter::new("info"), Some(error)),
     };
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false);
+    let log =
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false);
     if args.log_json {
         log.json().flatten_event(true).init();
     } else {

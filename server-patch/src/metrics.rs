@@ -1,7 +1,8 @@
 //! Every series the server exports: the only place with their names, help texts, units and buckets.
 
 use prometheus::{
-    Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
+    Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry,
 };
 
 /// How one call of `/generate` ended.
@@ -131,10 +132,12 @@ impl Metrics {
     pub fn register(registry: &Registry) -> prometheus::Result<Self> {
         // 1 ms to 10 min: a tiny model's prompt up to a full context behind a long queue.
         let latency = vec![
-            0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+            0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+            300.0, 600.0,
         ];
         // A page up to gigabytes at disk speed.
-        let publish = vec![0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0];
+        let publish =
+            vec![0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0];
         // One decoding token up to a whole long context.
         let tokens: Vec<f64> = (0..=18).map(|power| f64::from(1u32 << power)).collect();
         let sequences: Vec<f64> = (0..=10).map(|power| f64::from(1u32 << power)).collect();
@@ -142,7 +145,10 @@ impl Metrics {
         let metrics = Self {
             ready: made.gauge("ready", "1 while the server takes requests, else 0")?,
             load_seconds: {
-                let gauge = Gauge::with_opts(Opts::new("tether_server_load_seconds", "Seconds the model took to load"))?;
+                let gauge = Gauge::with_opts(Opts::new(
+                    "tether_server_load_seconds",
+                    "Seconds the model took to load",
+                ))?;
                 registry.register(Box::new(gauge.clone()))?;
                 gauge
             },
@@ -158,7 +164,11 @@ impl Metrics {
             },
             queue_depth: made.gauge("queue_depth", "Prompts waiting for their first step")?,
             running: made.gauge("running", "Prompts being continued")?,
-            queue_seconds: made.histogram("queue_seconds", "Seconds a prompt waited for its first step", latency.clone())?,
+            queue_seconds: made.histogram(
+                "queue_seconds",
+                "Seconds a prompt waited for its first step",
+                latency.clone(),
+            )?,
             prompt_tokens: made.counter("prompt_tokens_total", "Prompt tokens run")?,
             generated_tokens: made.counter("generated_tokens_total", "Tokens generated")?,
             steps: made.counters("steps_total", "Forward passes, by outcome", &["ok", "failed"])?,
@@ -172,8 +182,13 @@ impl Metrics {
                 &DumpOutcome::ALL.map(DumpOutcome::as_str),
             )?,
             dump_bytes: made.counter("dump_bytes_total", "Bytes of published dumps")?,
-            publish_seconds: made.histogram("publish_seconds", "Seconds to write and name a dump", publish)?,
-            write_queue_bytes: made.gauge("write_queue_bytes", "Bytes of states waiting for or in a writer")?,
+            publish_seconds: made.histogram(
+                "publish_seconds",
+                "Seconds to write and name a dump",
+                publish,
+            )?,
+            write_queue_bytes: made
+                .gauge("write_queue_bytes", "Bytes of states waiting for or in a writer")?,
             write_stall_seconds: {
                 let counter = prometheus::Counter::new(
                     "tether_server_write_stall_seconds_total",
@@ -185,15 +200,21 @@ impl Metrics {
             dump_budget_bytes: made.gauge("dump_budget_bytes", "Bytes the dump directory may hold")?,
             dump_used_bytes: made.gauge("dump_used_bytes", "Bytes of files in the dump directory")?,
             dump_reserved_bytes: made.gauge("dump_reserved_bytes", "Bytes reserved by requests under way")?,
-            dump_free_bytes: made.gauge("dump_free_bytes", "Bytes free on the dump directory's file system")?,
+            dump_free_bytes: made
+                .gauge("dump_free_bytes", "Bytes free on the dump directory's file system")?,
             budget_waiting: made.gauge("dump_budget_waiting", "Calls waiting for room in the dump budget")?,
-            dumps_expired: made.counter("dumps_expired_total", "Dumps deleted for being older than --dump-ttl")?,
-            token_mismatches: made.counter("token_mismatches_total", "Prompts that the model consumed other token IDs for")?,
+            dumps_expired: made
+                .counter("dumps_expired_total", "Dumps deleted for being older than --dump-ttl")?,
+            token_mismatches: made
+                .counter("token_mismatches_total", "Prompts that the model consumed other token IDs for")?,
         };
         for outcome in Outcome::ALL {
             metrics.request_seconds.with_label_values(&[outcome.as_str()]);
         }
-        let info = IntGaugeVec::new(Opts::new("tether_server_build_info", "1, labelled with the version"), &["version"])?;
+        let info = IntGaugeVec::new(
+            Opts::new("tether_server_build_info", "1, labelled with the version"),
+            &["version"],
+        )?;
         registry.register(Box::new(info.clone()))?;
         info.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
         let started = made.gauge("start_time_seconds", "When the process started, Unix time")?;

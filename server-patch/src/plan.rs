@@ -119,7 +119,10 @@ impl Planner {
             let row = request.batch.then_some(index);
             let identity = Identity::new(prompt.rid.clone(), originals.of(index, count))?;
             if !rids.insert(identity.rid.clone()) {
-                return Err(ApiError::Invalid(format!("`rid[{index}]` is {}, as another one of the list is", identity.rid)));
+                return Err(ApiError::Invalid(format!(
+                    "`rid[{index}]` is {}, as another one of the list is",
+                    identity.rid
+                )));
             }
             self.plan_one(prompt, identity, row, call_id)
         });
@@ -143,7 +146,15 @@ impl Planner {
             self.capture(request.capture, &identity, token_ids.len(), max_new_tokens, row, call_id)?;
         let skip_special_tokens = request.sampling.skip_special_tokens;
         let prompt_tokens = token_ids.len();
-        Ok(Plan { identity, token_ids, prompt_tokens, max_new_tokens, stop_ids, skip_special_tokens, capture })
+        Ok(Plan {
+            identity,
+            token_ids,
+            prompt_tokens,
+            max_new_tokens,
+            stop_ids,
+            skip_special_tokens,
+            capture,
+        })
     }
 
     fn token_ids(&self, prompt: Prompt, row: Option<usize>) -> Result<Vec<i64>, ApiError> {
@@ -151,9 +162,16 @@ impl Planner {
             Prompt::Ids(ids) => ("input_ids", ids),
             Prompt::Text(text) => {
                 let tokenizer = self.tokenizer.as_ref().ok_or_else(|| {
-                    ApiError::Invalid("`text` needs a tokenizer.json beside the model; `input_ids` is accepted".into())
+                    ApiError::Invalid(
+                        "`text` needs a tokenizer.json beside the model; `input_ids` is accepted".into(),
+                    )
                 })?;
-                ("text", tokenizer.encode(&text).map_err(|error| ApiError::Invalid(format!("{}: {error}", named("text", row))))?)
+                (
+                    "text",
+                    tokenizer
+                        .encode(&text)
+                        .map_err(|error| ApiError::Invalid(format!("{}: {error}", named("text", row))))?,
+                )
             }
         };
         if ids.is_empty() {
@@ -174,7 +192,12 @@ impl Planner {
         Ok(ids)
     }
 
-    fn max_new_tokens(&self, wanted: NewTokens, prompt: usize, row: Option<usize>) -> Result<usize, ApiError> {
+    fn max_new_tokens(
+        &self,
+        wanted: NewTokens,
+        prompt: usize,
+        row: Option<usize>,
+    ) -> Result<usize, ApiError> {
         let context = self.model.context;
         let prompt_name = row.map_or_else(|| "the prompt".to_owned(), |row| format!("prompt {row}"));
         let max_new_tokens = wanted.resolve(prompt, context);
@@ -260,7 +283,8 @@ impl Planner {
             }
         };
         let final_state = options.final_state.unwrap_or(self.defaults.final_state);
-        let spec = CaptureSpec::new(&points, final_state, num_layers).map_err(|error| refuse(error.to_string()))?;
+        let spec =
+            CaptureSpec::new(&points, final_state, num_layers).map_err(|error| refuse(error.to_string()))?;
         Ok(Arc::new(spec))
     }
 }
@@ -303,7 +327,8 @@ pub fn both_axes(spec: &CaptureSpec) -> (String, String) {
         CapturePoint::FinalNorm => None,
     });
     let input: Vec<String> = residuals.clone().map(|layer| layer.to_string()).collect();
-    let output = residuals.map(|layer| if layer == 0 { "embedding".to_owned() } else { (layer - 1).to_string() });
+    let output =
+        residuals.map(|layer| if layer == 0 { "embedding".to_owned() } else { (layer - 1).to_string() });
     (input.join(","), output.collect::<Vec<_>>().join(","))
 }
 

@@ -159,7 +159,9 @@ impl<'de> Visitor<'de> for BodySeed {
             if let Some(known) = KNOWN.iter().position(|known| *known == key)
                 && std::mem::replace(&mut seen[known], true)
             {
-                return Err(A::Error::custom(format_args!("the key `{key}` is given twice; once is accepted")));
+                return Err(A::Error::custom(format_args!(
+                    "the key `{key}` is given twice; once is accepted"
+                )));
             }
             match key.as_str() {
                 "rid" => body.rid = map.next_value_seed(StringsSeed { name: "rid" })?,
@@ -192,10 +194,14 @@ impl Body {
         let (batch, prompts) = prompts(self.text, self.input_ids)?;
         let count = prompts.len();
         let length = |name: &str, found: usize| {
-            invalid(format!("`{name}` is a list of {found} for a batch of {count} prompts; one each is expected"))
+            invalid(format!(
+                "`{name}` is a list of {found} for a batch of {count} prompts; one each is expected"
+            ))
         };
         let single = |name: &str| {
-            invalid(format!("`{name}` is a list, but there is a single prompt; lists go with a list of prompts"))
+            invalid(format!(
+                "`{name}` is a list, but there is a single prompt; lists go with a list of prompts"
+            ))
         };
         let rids: Vec<Option<String>> = match self.rid {
             None => vec![None; count],
@@ -221,10 +227,13 @@ impl Body {
         let samplings = match self.sampling_params {
             SamplingFields::One(raw) => vec![raw.check("sampling_params")?; count],
             SamplingFields::Many(_) if !batch => return single("sampling_params"),
-            SamplingFields::Many(rows) if rows.len() != count => return length("sampling_params", rows.len()),
+            SamplingFields::Many(rows) if rows.len() != count => {
+                return length("sampling_params", rows.len());
+            }
             SamplingFields::Many(rows) => {
                 let rows = rows.into_iter().enumerate();
-                rows.map(|(row, raw)| raw.check(&format!("sampling_params[{row}]"))).collect::<Result<_, _>>()?
+                rows.map(|(row, raw)| raw.check(&format!("sampling_params[{row}]")))
+                    .collect::<Result<_, _>>()?
             }
         };
         let prompts = prompts.into_iter().zip(rids).zip(captures).zip(samplings);
@@ -252,7 +261,9 @@ fn prompts(text: Option<Strings>, ids: Option<InputIds>) -> Result<(bool, Vec<Pr
         (None, Some(Strings::Many(texts))) => (true, texts.into_iter().map(Prompt::Text).collect()),
     };
     if text_count.is_some_and(|count| count != (batch, prompts.len())) {
-        return Err(ApiError::Invalid("`text` and `input_ids` are both given and differ in shape; one is enough".into()));
+        return Err(ApiError::Invalid(
+            "`text` and `input_ids` are both given and differ in shape; one is enough".into(),
+        ));
     }
     Ok((batch, prompts))
 }

@@ -74,9 +74,10 @@ pub async fn serve(
     }
     // Nobody is left to hear this if there are no connections.
     let _ = closing.send(true);
-    let ended = tokio::time::timeout_at(deadline.max(tokio::time::Instant::now() + Duration::from_secs(1)), async {
-        while connections.join_next().await.is_some() {}
-    });
+    let ended =
+        tokio::time::timeout_at(deadline.max(tokio::time::Instant::now() + Duration::from_secs(1)), async {
+            while connections.join_next().await.is_some() {}
+        });
     if ended.await.is_err() {
         connections.shutdown().await;
     }

@@ -257,7 +257,9 @@ impl Write {
             hidden_states,
             hidden_size: options.hidden_size,
         };
-        publish(&options.dir, &dump, options.fsync, &|| self.ticket.withdrawn().is_some() || self.reply.is_closed())
+        publish(&options.dir, &dump, options.fsync, &|| {
+            self.ticket.withdrawn().is_some() || self.reply.is_closed()
+        })
     }
 
     fn answer_withdrawn(self) {
@@ -273,7 +275,9 @@ pub(crate) fn remove(path: &Path) {
     match std::fs::remove_file(path) {
         Ok(()) => {}
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-        Err(error) => tracing::error!(%error, path = %path.display(), "a dump without a reply could not be removed"),
+        Err(error) => {
+            tracing::error!(%error, path = %path.display(), "a dump without a reply could not be removed");
+        }
     }
 }
 

@@ -204,7 +204,9 @@ pub async fn run(args: Args) -> Result<(), StartError> {
     // A model that is still being loaded is not waited for: nothing of it is left behind.
     if early.is_none() {
         // Joins the engine, which joins the writers.
-        tokio::task::spawn_blocking(move || drop(app)).await.map_err(|error| StartError::Process(Box::new(error)))?;
+        tokio::task::spawn_blocking(move || drop(app))
+            .await
+            .map_err(|error| StartError::Process(Box::new(error)))?;
     }
     tracing::info!("stopped");
     Ok(())
@@ -254,15 +256,41 @@ fn table(args: &Args, planner: &Planner, dump_dir: &Path, address: &str) {
     let auto = |dtype: crate::config::ComputeDtype| format!("{dtype:?}").to_lowercase();
     let rows = [
         ("address", address.to_owned()),
-        ("model", format!("{} ({}, config {})", model.name, model.architecture, &model.config_hash[..12.min(model.config_hash.len())])),
-        ("shape", format!("{} layers, hidden {}, vocabulary {}, context {}", model.num_layers, model.hidden_size, model.vocab_size, model.context)),
+        (
+            "model",
+            format!(
+                "{} ({}, config {})",
+                model.name,
+                model.architecture,
+                &model.config_hash[..12.min(model.config_hash.len())]
+            ),
+        ),
+        (
+            "shape",
+            format!(
+                "{} layers, hidden {}, vocabulary {}, context {}",
+                model.num_layers, model.hidden_size, model.vocab_size, model.context
+            ),
+        ),
         ("planes", format!("{points} (final {})", args.final_state)),
         ("input axis", format!("{input} (SGLang, vLLM, speculators, --capture-layers)")),
         ("output axis", format!("{output} (SpecForge, ModelOpt, TorchSpec, NeMo)")),
         ("capture", format!("{:?}", args.capture).to_lowercase()),
-        ("compute", format!("{:?}, dtype {}, {} threads", args.device.0, auto(args.dtype), args.compute_threads())),
+        (
+            "compute",
+            format!("{:?}, dtype {}, {} threads", args.device.0, auto(args.dtype), args.compute_threads()),
+        ),
         ("batch", format!("{} tokens", args.max_batch_tokens)),
-        ("dumps", format!("{} ({}, budget {}{})", dump_dir.display(), auto(args.dump_dtype), args.dump_budget, if args.fsync { ", fsync" } else { "" })),
+        (
+            "dumps",
+            format!(
+                "{} ({}, budget {}{})",
+                dump_dir.display(),
+                auto(args.dump_dtype),
+                args.dump_budget,
+                if args.fsync { ", fsync" } else { "" }
+            ),
+        ),
     ];
     let lines: String = rows.iter().map(|(name, value)| format!("\n  {name:<12} {value}")).collect();
     tracing::info!("tether-server {}{lines}", env!("CARGO_PKG_VERSION"));

@@ -116,7 +116,8 @@ pub(crate) fn eventually(what: &str, condition: impl Fn() -> bool) {
 
 /// Names of the files in `dir`, sorted.
 pub(crate) fn files(dir: &Path) -> Vec<String> {
-    let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let entries =
+        std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<String> = entries.collect();
     names.sort();
     names

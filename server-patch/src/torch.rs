@@ -76,7 +76,8 @@ impl TorchModel {
         if let Device::Cuda(index) = options.device {
             open_cuda(index)?;
         }
-        let load = LoadOptions { device: options.device, dtype: options.dtype, tile_tokens: options.tile_tokens };
+        let load =
+            LoadOptions { device: options.device, dtype: options.dtype, tile_tokens: options.tile_tokens };
         let model = Model::load(&options.dir, &load)
             .map_err(|source| TorchError::Load { dir: options.dir.clone(), source })?;
         let dump_dtype = match options.dump_dtype {
@@ -123,8 +124,12 @@ impl StepModel for TorchModel {
         let outputs = self.model.forward(&sequences).map_err(|error| StepError(error.to_string()))?;
         let outputs = outputs.into_iter().map(|output| {
             Ok(StepOutput {
-                token_ids: Vec::try_from(&output.token_ids).map_err(|error: tch::TchError| StepError(error.to_string()))?,
-                states: output.hidden_states.map(|states| TensorBytes::new(states).map(States::new)).transpose()?,
+                token_ids: Vec::try_from(&output.token_ids)
+                    .map_err(|error: tch::TchError| StepError(error.to_string()))?,
+                states: output
+                    .hidden_states
+                    .map(|states| TensorBytes::new(states).map(States::new))
+                    .transpose()?,
                 next_token: output.logits.map(|logits| best(&logits)),
             })
         });

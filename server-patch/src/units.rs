@@ -93,7 +93,14 @@ mod tests {
 
     #[test]
     fn sizes_read_in_both_families_of_units_and_print_what_parses_back() {
-        for (text, bytes) in [("0", 0), ("17", 17), ("1KB", 1000), ("512MB", 512_000_000), ("64GiB", 64 << 30), ("2 TiB", 2 << 40)] {
+        for (text, bytes) in [
+            ("0", 0),
+            ("17", 17),
+            ("1KB", 1000),
+            ("512MB", 512_000_000),
+            ("64GiB", 64 << 30),
+            ("2 TiB", 2 << 40),
+        ] {
             let size: ByteSize = text.parse().unwrap();
             assert_eq!(size.0, bytes, "{text}");
             assert_eq!(size.to_string().parse(), Ok(size), "{text}");
@@ -102,7 +109,14 @@ mod tests {
 
     #[test]
     fn durations_read_with_and_without_a_unit() {
-        for (text, millis) in [("250ms", 250), ("30", 30_000), ("30s", 30_000), ("5m", 300_000), ("1h", 3_600_000), ("1d", 86_400_000)] {
+        for (text, millis) in [
+            ("250ms", 250),
+            ("30", 30_000),
+            ("30s", 30_000),
+            ("5m", 300_000),
+            ("1h", 3_600_000),
+            ("1d", 86_400_000),
+        ] {
             let span: Span = text.parse().unwrap();
             assert_eq!(span.0, Duration::from_millis(millis), "{text}");
             assert_eq!(span.to_string().parse(), Ok(span), "{text}");

@@ -51,10 +51,15 @@ fn default_points_are_those_of_eagle3_or_asked_for() {
 
 #[test]
 fn a_layer_the_model_does_not_have_is_refused_with_the_range() {
-    for (layers, part) in [("2,99", "point 99 does not exist"), ("-1", "point -1 does not exist"), ("2,2", "point 2 is listed twice")] {
+    for (layers, part) in [
+        ("2,99", "point 99 does not exist"),
+        ("-1", "point -1 does not exist"),
+        ("2,2", "point 2 is listed twice"),
+    ] {
         let args = args(&format!("--capture-layers {layers}")).unwrap();
-        let text = args.capture_defaults(8).map(drop).unwrap_err().to_string();
-        assert!(text.starts_with("--capture-layers: ") && text.contains(part), "{text}");
+        let error = anyhow::Error::from(args.capture_defaults(8).map(drop).unwrap_err());
+        let text = format!("{error:#}");
+        assert!(text.starts_with("--capture-layers cannot be captured: ") && text.contains(part), "{text}");
     }
 }
 

@@ -8,13 +8,21 @@ use tether_dump::Rows;
 
 use super::packing::pack;
 use super::queue::Queue;
-use super::{Done, Finish, Job, States, StepCapture, StepError, StepModel, StepOutput, StepSequence, Withdrawn};
+use super::{
+    Done, Finish, Job, States, StepCapture, StepError, StepModel, StepOutput, StepSequence, Withdrawn,
+};
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::sink::{Sink, Write};
 
 /// Runs jobs until the queue is closed.
-pub(super) fn run(model: &dyn StepModel, queue: &Queue, sink: &Sink, metrics: &Metrics, max_batch_tokens: usize) {
+pub(super) fn run(
+    model: &dyn StepModel,
+    queue: &Queue,
+    sink: &Sink,
+    metrics: &Metrics,
+    max_batch_tokens: usize,
+) {
     // Continued jobs go round: the ones stepped longest ago are at the front.
     let mut running: VecDeque<Active> = VecDeque::new();
     let mut fresh_first = true;
@@ -95,7 +103,9 @@ impl Active {
     fn advance(&mut self, output: StepOutput, metrics: &Metrics) -> Result<Option<Finish>, ApiError> {
         if output.token_ids != self.tokens {
             metrics.token_mismatches.inc();
-            return Err(ApiError::StepFailed("the model consumed other token IDs than the request's".to_owned()));
+            return Err(ApiError::StepFailed(
+                "the model consumed other token IDs than the request's".to_owned(),
+            ));
         }
         if self.consumed.is_empty() {
             metrics.prompt_tokens.inc_by(self.tokens.len() as u64);
@@ -109,7 +119,9 @@ impl Active {
         }
         let next = match output.next_token {
             Some(Some(token)) => token,
-            Some(None) => return Err(ApiError::NotFinite("the logits of the next token are not finite".to_owned())),
+            Some(None) => {
+                return Err(ApiError::NotFinite("the logits of the next token are not finite".to_owned()));
+            }
             None => return Err(ApiError::StepFailed("the model gave no next token".to_owned())),
         };
         metrics.generated_tokens.inc();
@@ -199,7 +211,11 @@ fn guarded(model: &dyn StepModel, sequences: &[StepSequence<'_>]) -> Result<Vec<
         Err(StepError(text.unwrap_or("the model panicked").to_owned()))
     })?;
     if outputs.len() != sequences.len() {
-        return Err(StepError(format!("the model gave {} results for {} sequences", outputs.len(), sequences.len())));
+        return Err(StepError(format!(
+            "the model gave {} results for {} sequences",
+            outputs.len(),
+            sequences.len()
+        )));
     }
     Ok(outputs)
 }

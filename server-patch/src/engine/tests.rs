@@ -1,5 +1,4 @@
 use std::path::Path;
-use std::time::Duration;
 
 use tether_dump::{DumpFile, FinalState, RequestId, TokenHash, dump_path};
 use tokio::sync::oneshot::Receiver;
@@ -43,11 +42,7 @@ impl Jobs {
         let capture = plan.capture.map(|capture| JobCapture {
             spec: capture.spec,
             metadata: capture.metadata,
-            reservation: futures_util::FutureExt::now_or_never(
-                self.budget.reserve(capture.max_bytes, Duration::from_secs(1)),
-            )
-            .expect("there is room")
-            .unwrap(),
+            reservation: self.budget.try_reserve(capture.max_bytes).expect("there is room"),
         });
         let job = Job {
             ticket: Arc::clone(&ticket),
@@ -117,7 +112,8 @@ fn generated_tokens_follow_each_other_and_the_dump_covers_what_was_asked() {
     assert_eq!(done.unwrap().capture.unwrap().num_tokens, 6);
     assert_dump(jobs.path(), id, &[1, 2, 3], &[1, 2, 3, 4, 5, 6], 4);
 
-    let (done, id) = jobs.run(&engine, &body(&[48], 9, r#","capture":{"rows":"all","points":[1],"final":"none"}"#));
+    let (done, id) =
+        jobs.run(&engine, &body(&[48], 9, r#","capture":{"rows":"all","points":[1],"final":"none"}"#));
     let done = done.unwrap();
     assert_eq!((done.output_ids, done.finish), (vec![49, 50, EOS], Finish::Stop(EOS)));
     assert_dump(jobs.path(), id, &[48], &[48, 49, 50], 1);
@@ -146,13 +142,14 @@ fn what_waits_is_packed_into_one_step_within_the_token_budget() {
     eventually("the first step has begun", || gate.arrived() == 1);
     // 15 + 15 fit into 40, the third does not, and a fourth of 50 runs alone.
     let prompts = [&[2; 15][..], &[3; 15], &[4; 15], &[5; 50]];
-    let answers: Vec<_> = prompts.map(|ids| {
-        let (job, id, _, answer) = jobs.job(&body(ids, 0, ""));
-        engine.submit(vec![job]).unwrap();
-        (ids, id, answer)
-    })
-    .into_iter()
-    .collect();
+    let answers: Vec<_> = prompts
+        .map(|ids| {
+            let (job, id, _, answer) = jobs.job(&body(ids, 0, ""));
+            engine.submit(vec![job]).unwrap();
+            (ids, id, answer)
+        })
+        .into_iter()
+        .collect();
     assert_eq!(jobs.metrics.queue_depth.get(), 4);
     gate.open();
     first_answer.blocking_recv().unwrap().unwrap();
@@ -172,16 +169,18 @@ fn continued_jobs_and_new_ones_share_steps_and_neither_waits_for_all_of_the_othe
     let (long, _, _, long_answer) = jobs.job(&body(&[1; 8], 6, ""));
     engine.submit(vec![long]).unwrap();
     eventually("the first step has begun", || gate.arrived() == 1);
-    let short: Vec<Answer> = (0..3).map(|_| {
-        let (job, _, _, answer) = jobs.job(&body(&[2; 9], 0, ""));
-        engine.submit(vec![job]).unwrap();
-        answer
-    })
-    .collect();
+    let short: Vec<Answer> = (0..3)
+        .map(|_| {
+            let (job, _, _, answer) = jobs.job(&body(&[2; 9], 0, ""));
+            engine.submit(vec![job]).unwrap();
+            answer
+        })
+        .collect();
     gate.open();
     long_answer.blocking_recv().unwrap().unwrap();
     short.into_iter().for_each(|answer| drop(answer.blocking_recv().unwrap().unwrap()));
-    let steps: Vec<usize> = fixture.model.steps.lock().unwrap().iter().map(|step| step.iter().sum()).collect();
+    let steps: Vec<usize> =
+        fixture.model.steps.lock().unwrap().iter().map(|step| step.iter().sum()).collect();
     assert_eq!(steps, [8, 9, 9, 10, 9, 11, 9, 12, 13], "in turn: {steps:?}");
 }
 

@@ -24,7 +24,6 @@ const ABORTED: u8 = 4;
 
 impl Ticket {
     /// Of a job that waits.
-    #[expect(clippy::new_ret_no_self, reason = "a ticket is always shared")]
     pub fn new() -> Arc<Self> {
         Arc::new(Self(AtomicU8::new(QUEUED)))
     }

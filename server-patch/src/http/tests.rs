@@ -8,6 +8,7 @@ use crate::engine::testing::FAILS;
 use crate::plan::CaptureMode;
 use crate::testing::{CONTEXT, Fixture, eventually, files};
 
+#[derive(Debug)]
 struct Reply {
     status: u16,
     headers: HeaderMap,
@@ -112,7 +113,8 @@ async fn a_batch_is_answered_in_order_with_a_dump_a_prompt() {
     let json = reply.json();
     let list = json.as_array().unwrap();
     assert_eq!(list.len(), 3);
-    for (element, (id, outputs)) in list.iter().zip(ids.iter().zip([json!([2]), json!([]), json!([10, 11])])) {
+    for (element, (id, outputs)) in list.iter().zip(ids.iter().zip([json!([2]), json!([]), json!([10, 11])]))
+    {
         assert_eq!((&element["meta_info"]["id"], &element["output_ids"]), (&json!(id), &outputs));
     }
     assert_eq!(list[1]["meta_info"].get("capture"), None);
@@ -219,7 +221,10 @@ async fn paths_and_methods_are_told_apart() {
     let missing = send(&app, request("GET", "/nowhere", "")).await;
     assert_eq!(missing.json(), json!({"detail": "Not Found"}));
     let wrong = send(&app, request("GET", "/generate", "")).await;
-    assert_eq!((wrong.json(), wrong.header("allow")), (json!({"detail": "Method Not Allowed"}), Some("POST, PUT")));
+    assert_eq!(
+        (wrong.json(), wrong.header("allow")),
+        (json!({"detail": "Method Not Allowed"}), Some("POST, PUT"))
+    );
     let put = send(&app, request("PUT", "/generate", r#"{"input_ids":[1]}"#)).await;
     assert_eq!(put.status, 200);
     let info = send(&app, request("GET", "/model_info", "")).await.json();
@@ -260,7 +265,11 @@ async fn a_rid_in_flight_is_refused_in_sglangs_words_and_a_published_one_before_
     let third = generate(&app, &prompt(id, &[2], 1)).await;
     assert_eq!(third.status, 409);
     assert_eq!(fixture.model.steps.lock().unwrap().len(), steps, "it cost no step");
-    assert_eq!(DumpFile::open(&dump_path(dir.path(), id)).unwrap().head().token_ids, [1], "the first one stands");
+    assert_eq!(
+        DumpFile::open(&dump_path(dir.path(), id)).unwrap().head().token_ids,
+        [1],
+        "the first one stands"
+    );
     std::fs::remove_file(dump_path(dir.path(), id)).unwrap();
     assert_eq!(generate(&app, &prompt(id, &[2], 1)).await.status, 200);
 }
@@ -281,7 +290,8 @@ async fn a_client_that_goes_leaves_neither_a_dump_nor_a_request_in_flight() {
     let again = generate(&app, &prompt(RequestId::new(), &[3], 0)).await;
     assert_eq!(again.status, 200);
     let metrics = app.metrics.clone();
-    wait("the first one was cancelled", move || metrics.dumps.with_label_values(&["cancelled"]).get() == 1).await;
+    wait("the first one was cancelled", move || metrics.dumps.with_label_values(&["cancelled"]).get() == 1)
+        .await;
     assert_eq!(files(dir.path()).len(), 1);
     assert_eq!(app.lifecycle.in_flight(), 0);
 }
@@ -292,13 +302,21 @@ async fn a_batch_of_which_one_prompt_fails_leaves_no_dump_of_the_others() {
     // One prompt a step, so that the first is published before the second fails.
     let app = Fixture { max_batch_tokens: 1, ..Fixture::default() }.app(dir.path());
     let ids = [RequestId::new(), RequestId::new(), RequestId::new()];
-    let body = format!(r#"{{"rid":{},"input_ids":[[1],[{FAILS}],[2]],"sampling_params":{{"max_new_tokens":0}}}}"#, json!(ids));
+    let body = format!(
+        r#"{{"rid":{},"input_ids":[[1],[{FAILS}],[2]],"sampling_params":{{"max_new_tokens":0}}}}"#,
+        json!(ids)
+    );
     let reply = generate(&app, &body).await;
     assert_eq!(reply.status, 500);
-    assert!(reply.json()["error"]["message"].as_str().unwrap().contains("the forward pass failed: out of memory"));
+    assert!(
+        reply.json()["error"]["message"].as_str().unwrap().contains("the forward pass failed: out of memory")
+    );
     let dir = dir.path().to_owned();
     let metrics = app.metrics.clone();
-    wait("what is left of the batch is gone", move || files(&dir).is_empty() && metrics.queue_depth.get() == 0).await;
+    wait("what is left of the batch is gone", move || {
+        files(&dir).is_empty() && metrics.queue_depth.get() == 0
+    })
+    .await;
     assert_eq!(outcome(&app, Outcome::Failed), 1);
 }
 
@@ -377,7 +395,8 @@ async fn while_loading_and_draining_health_and_new_requests_are_503() {
 #[tokio::test]
 async fn every_request_of_a_mixed_load_has_its_own_dump() {
     let dir = tempfile::tempdir().unwrap();
-    let app = Fixture { mode: CaptureMode::All, max_batch_tokens: 16, ..Fixture::default() }.app(dir.path());
+    let app = Fixture { mode: CaptureMode::All, max_batch_tokens: 16, max_queued: 200, ..Fixture::default() }
+        .app(dir.path());
     let tasks: Vec<_> = (0..200i64)
         .map(|n| {
             let app = Arc::clone(&app);
@@ -458,7 +477,8 @@ async fn a_broken_connection_withdraws_its_request_over_a_real_socket() {
     let reply = read(write(server.address, "/generate", &prompt(RequestId::new(), &[2], 0)).await).await;
     assert!(reply.starts_with("HTTP/1.1 200"), "{reply}");
     let metrics = app.metrics.clone();
-    wait("the first one was cancelled", move || metrics.dumps.with_label_values(&["cancelled"]).get() == 1).await;
+    wait("the first one was cancelled", move || metrics.dumps.with_label_values(&["cancelled"]).get() == 1)
+        .await;
     assert_eq!(files(dir.path()).len(), 1);
     drop(server.stop);
     assert_eq!(server.ended.await.unwrap().cut, 0);

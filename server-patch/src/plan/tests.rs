@@ -39,10 +39,16 @@ fn an_id_the_model_does_not_have_is_refused_with_the_range() {
 
 #[test]
 fn a_prompt_must_fit_the_context_with_what_it_asks_for() {
-    let body = |len: usize, params: &str| format!(r#"{{"input_ids":{:?},"sampling_params":{params}}}"#, vec![1; len]);
+    let body = |len: usize, params: &str| {
+        format!(r#"{{"input_ids":{:?},"sampling_params":{params}}}"#, vec![1; len])
+    };
     let tokens = |len, params: &str| plan(&body(len, params)).unwrap()[0].max_new_tokens;
     assert_eq!(tokens(CONTEXT - 1, r#"{"max_new_tokens":1}"#), 1);
-    assert_eq!(tokens(CONTEXT, r#"{"max_new_tokens":0}"#), 0, "a prompt as long as the context can be extracted");
+    assert_eq!(
+        tokens(CONTEXT, r#"{"max_new_tokens":0}"#),
+        0,
+        "a prompt as long as the context can be extracted"
+    );
     assert_eq!(tokens(CONTEXT - 10, "{}"), 10, "the default is cut at the context");
     assert_eq!(tokens(CONTEXT - 10, r#"{"max_new_tokens":null}"#), 10);
     for (len, params) in [
@@ -54,7 +60,10 @@ fn a_prompt_must_fit_the_context_with_what_it_asks_for() {
         (1, r#"{"max_new_tokens":9223372036854775807}"#),
     ] {
         let text = refused(&body(len, params));
-        assert!(text.contains(&format!("has {len} tokens")) && text.contains(&format!("length is {CONTEXT}")), "{text}");
+        assert!(
+            text.contains(&format!("has {len} tokens")) && text.contains(&format!("length is {CONTEXT}")),
+            "{text}"
+        );
     }
 }
 
@@ -88,7 +97,10 @@ fn a_point_the_model_cannot_reach_is_refused_with_the_range_on_its_axis() {
     for (capture, part) in [
         (r#"{"points":[9]}"#, "point 9 does not exist; a model of 8 layers has 0 to 8 on the input axis"),
         (r#"{"points":[-1]}"#, "point -1 does not exist; a model of 8 layers has 0 to 8 on the input axis"),
-        (r#"{"points":[8],"axis":"output"}"#, "point 8 does not exist; a model of 8 layers has 0 to 7 on the output axis"),
+        (
+            r#"{"points":[8],"axis":"output"}"#,
+            "point 8 does not exist; a model of 8 layers has 0 to 7 on the output axis",
+        ),
         (r#"{"points":[-1],"axis":"output"}"#, "point -1 does not exist"),
         (r#"{"points":[9223372036854775807],"axis":"output"}"#, "point 9223372036854775807 does not exist"),
         (r#"{"points":[3,5,3]}"#, "point 3 is listed twice"),
@@ -104,7 +116,9 @@ fn a_point_the_model_cannot_reach_is_refused_with_the_range_on_its_axis() {
 #[test]
 fn the_metadata_says_what_is_known_before_the_pass() {
     let id = tether_dump::RequestId::new();
-    let request = format!(r#"{{"rid":"{id}","input_ids":[1,2],"capture":{{"rows":"all"}},"sampling_params":{{"max_new_tokens":5}}}}"#);
+    let request = format!(
+        r#"{{"rid":"{id}","input_ids":[1,2],"capture":{{"rows":"all"}},"sampling_params":{{"max_new_tokens":5}}}}"#
+    );
     let request = GenerateRequest::parse(request.as_bytes(), 100).unwrap();
     let originals = Originals::read(Some(b"../../x"));
     let plans = planner(CaptureMode::Tagged).plan(request, Some("call"), &originals).unwrap();

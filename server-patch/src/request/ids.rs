@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{
+    Deserialize, DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor,
+};
 
 use crate::json::{Scalar, clipped};
 
@@ -237,7 +239,10 @@ impl<'de> DeserializeSeed<'de> for Row<'_> {
 impl<'a> Row<'a> {
     fn visit_seq<'de, A: SeqAccess<'de>>(self, mut seq: A) -> Result<Vec<i64>, A::Error> {
         let mut row = Vec::new();
-        let element = |index| Element::<'a> { place: Place { row: Some(self.place.index), index, ..self.place }, row: None };
+        let element = |index| Element::<'a> {
+            place: Place { row: Some(self.place.index), index, ..self.place },
+            row: None,
+        };
         while let Some(item) = seq.next_element_seed(element(row.len()))? {
             let Item::Id(id) = item else { unreachable!("a list inside a row is refused") };
             row.push(id);

@@ -117,7 +117,8 @@ impl RawSampling {
     fn set<'de, A: MapAccess<'de>>(&mut self, key: &str, map: &mut A) -> Result<(), A::Error> {
         let name = format!("sampling_params.{key}");
         if key == "stop_token_ids" {
-            let seed = IntListSeed { name: "sampling_params.stop_token_ids", accepted: "a token ID, an integer," };
+            let seed =
+                IntListSeed { name: "sampling_params.stop_token_ids", accepted: "a token ID, an integer," };
             self.stop_token_ids = map.next_value_seed(seed)?.unwrap_or_default();
             return Ok(());
         }
@@ -177,7 +178,8 @@ impl RawSampling {
         // Where the best token is asked for, the other keys change nothing; where it is not, they ask for a draw.
         let greedy = self.temperature.is_some_and(|t| t < GREEDY) || self.top_k == Some(1);
         if !greedy {
-            let only = "this server decodes greedily: temperature 0, or none of temperature, top_k, top_p and min_p";
+            let only =
+                "this server decodes greedily: temperature 0, or none of temperature, top_k, top_p and min_p";
             if let Some(temperature) = self.temperature {
                 return refuse("temperature", &temperature, only);
             }

@@ -25,10 +25,10 @@ fn ids(request: &GenerateRequest) -> Vec<&[i64]> {
 fn the_first_element_tells_a_prompt_from_a_batch() {
     let single = parse(r#"{"input_ids":[1,2,3]}"#).unwrap();
     assert!(!single.batch);
-    assert_eq!(ids(&single), [&[1, 2, 3]]);
+    assert_eq!(ids(&single), [[1, 2, 3]]);
     let batch = parse(r#"{"input_ids":[[1,2],[3]]}"#).unwrap();
     assert!(batch.batch);
-    assert_eq!(ids(&batch), [&[1, 2] as &[i64], &[3]]);
+    assert_eq!(ids(&batch), [vec![1, 2], vec![3]]);
     let one = parse(r#"{"input_ids":[[7]]}"#).unwrap();
     assert!(one.batch, "a list with one list is a batch");
     assert!(parse(r#"{"text":[]}"#).unwrap().prompts.is_empty());
@@ -52,7 +52,10 @@ fn a_fault_in_the_ids_is_named_by_index_value_and_what_is_accepted() {
         let error = refused(&format!(r#"{{"input_ids":{ids}}}"#));
         assert!(matches!(error, ApiError::WrongType(_)), "{ids}: {error:?}");
         let text = error.to_string();
-        assert!(text.starts_with(&format!("{place} is {found}; an integer from 0 to 999 is expected")), "{text}");
+        assert!(
+            text.starts_with(&format!("{place} is {found}; an integer from 0 to 999 is expected")),
+            "{text}"
+        );
     }
     for (ids, start) in [
         ("[[1],2]", "`input_ids[1]` is 2; a list of integers"),
@@ -68,8 +71,18 @@ fn a_fault_in_the_ids_is_named_by_index_value_and_what_is_accepted() {
 
 #[test]
 fn what_is_no_json_object_is_told_from_what_has_wrong_types() {
-    for body in ["", "{", "{\"input_ids\":[1,2", "{\"input_ids\":[1,]}", "{\"text\":\"a\"} x", "{\"input_ids\":[NaN]}",
-                 "{\"input_ids\":[1e400]}", "\u{feff}{}", r#"{"text":"\ud800"}"#, &"[".repeat(100_000)] {
+    for body in [
+        "",
+        "{",
+        "{\"input_ids\":[1,2",
+        "{\"input_ids\":[1,]}",
+        "{\"text\":\"a\"} x",
+        "{\"input_ids\":[NaN]}",
+        "{\"input_ids\":[1e400]}",
+        "\u{feff}{}",
+        r#"{"text":"\ud800"}"#,
+        &"[".repeat(100_000),
+    ] {
         let error = refused(body);
         assert!(matches!(error, ApiError::NotJson(_) | ApiError::WrongType(_)), "{error:?}");
         assert_eq!(error.status(), 400);
@@ -93,7 +106,9 @@ fn a_key_given_twice_is_refused_and_never_one_of_the_two_obeyed() {
     ] {
         assert!(refused(body).to_string().starts_with("the key `rid` is given twice"), "{body}");
     }
-    assert!(refused(r#"{"input_ids":[1],"input_ids":[2]}"#).to_string().contains("`input_ids` is given twice"));
+    assert!(
+        refused(r#"{"input_ids":[1],"input_ids":[2]}"#).to_string().contains("`input_ids` is given twice")
+    );
     let nested = r#"{"rid":"a","input_ids":[1],"custom_labels":{"rid":"b"}}"#;
     assert_eq!(parse(nested).unwrap().prompts[0].rid.as_deref(), Some("a"));
 }
@@ -104,7 +119,11 @@ fn a_rid_goes_to_its_prompt() {
     let rids = |body: &str| parse(body).unwrap().prompts.into_iter().map(|p| p.rid).collect::<Vec<_>>();
     assert_eq!(rids(&format!(r#"{{"rid":"{id}","input_ids":[1]}}"#)), [Some(id.to_string())]);
     assert_eq!(rids(r#"{"rid":["a","b"],"input_ids":[[1],[2]]}"#), [Some("a".into()), Some("b".into())]);
-    assert_eq!(rids(r#"{"rid":"a","input_ids":[[1],[2]]}"#), [Some("a_0".into()), Some("a_1".into())], "as SGLang");
+    assert_eq!(
+        rids(r#"{"rid":"a","input_ids":[[1],[2]]}"#),
+        [Some("a_0".into()), Some("a_1".into())],
+        "as SGLang"
+    );
     assert_eq!(rids(r#"{"rid":null,"input_ids":[1]}"#), [None]);
     for (body, part) in [
         (r#"{"rid":["a"],"input_ids":[1]}"#.to_owned(), "`rid` is a list, but there is a single prompt"),
@@ -120,7 +139,8 @@ fn a_rid_goes_to_its_prompt() {
 
 #[test]
 fn a_capture_is_read_in_all_its_forms() {
-    let captures = |body: &str| parse(body).unwrap().prompts.into_iter().map(|p| p.capture).collect::<Vec<_>>();
+    let captures =
+        |body: &str| parse(body).unwrap().prompts.into_iter().map(|p| p.capture).collect::<Vec<_>>();
     assert_eq!(captures(r#"{"input_ids":[1]}"#), [None]);
     assert_eq!(captures(r#"{"input_ids":[1],"capture":null}"#), [None]);
     assert_eq!(captures(r#"{"input_ids":[1],"capture":false}"#), [Some(CaptureField::Switch(false))]);
@@ -141,7 +161,10 @@ fn a_capture_is_read_in_all_its_forms() {
 #[test]
 fn a_bad_capture_is_refused_by_name() {
     for (capture, part) in [
-        (r#"{"pionts":[1]}"#, "`capture.pionts` is unknown; `points`, `axis`, `final` and `rows` are accepted"),
+        (
+            r#"{"pionts":[1]}"#,
+            "`capture.pionts` is unknown; `points`, `axis`, `final` and `rows` are accepted",
+        ),
         (r#"{"path":"/tmp/x"}"#, "`capture.path` is not accepted"),
         (r#"{"points":5}"#, "`capture.points` is 5; a list of integers is expected"),
         (r#"{"points":[1,2.5]}"#, "`capture.points[1]` is 2.5; a layer number"),
@@ -170,7 +193,8 @@ fn a_bad_capture_is_refused_by_name() {
 #[test]
 fn sampling_is_greedy_and_everything_else_is_refused_by_name() {
     let sampling = |params: &str| {
-        parse(&format!(r#"{{"input_ids":[1],"sampling_params":{params}}}"#)).map(|r| r.prompts[0].sampling.clone())
+        parse(&format!(r#"{{"input_ids":[1],"sampling_params":{params}}}"#))
+            .map(|r| r.prompts[0].sampling.clone())
     };
     assert_eq!(sampling("{}").unwrap(), Sampling::default());
     assert_eq!(sampling("null").unwrap().max_new_tokens, NewTokens::Default);
@@ -184,8 +208,12 @@ fn sampling_is_greedy_and_everything_else_is_refused_by_name() {
     ] {
         assert!(sampling(greedy).is_ok(), "{greedy}: {:?}", sampling(greedy));
     }
-    let stops = sampling(r#"{"stop_token_ids":[5,6],"ignore_eos":true,"skip_special_tokens":false}"#).unwrap();
-    assert_eq!((stops.stop_token_ids, stops.ignore_eos, stops.skip_special_tokens), (vec![5, 6], true, false));
+    let stops =
+        sampling(r#"{"stop_token_ids":[5,6],"ignore_eos":true,"skip_special_tokens":false}"#).unwrap();
+    assert_eq!(
+        (stops.stop_token_ids, stops.ignore_eos, stops.skip_special_tokens),
+        (vec![5, 6], true, false)
+    );
     for (params, part) in [
         (r#"{"max_new_tokens":-1}"#, "`sampling_params.max_new_tokens` is -1; 0 or more is accepted"),
         (r#"{"max_new_tokens":1.5}"#, "`sampling_params.max_new_tokens` is 1.5; an integer is expected"),
@@ -214,9 +242,16 @@ fn sampling_is_greedy_and_everything_else_is_refused_by_name() {
 
 #[test]
 fn a_field_this_server_does_not_have_is_refused_unless_it_asks_for_nothing() {
-    for (field, value) in [("stream", "true"), ("return_logprob", "true"), ("lora_path", "\"x\""), ("top_logprobs_num", "5"),
-                           ("input_embeds", "[[0.5]]"), ("return_hidden_states", "true"), ("priority", "3"),
-                           ("kv_transfer_params", r#"{"hidden_states_path":"/x"}"#)] {
+    for (field, value) in [
+        ("stream", "true"),
+        ("return_logprob", "true"),
+        ("lora_path", "\"x\""),
+        ("top_logprobs_num", "5"),
+        ("input_embeds", "[[0.5]]"),
+        ("return_hidden_states", "true"),
+        ("priority", "3"),
+        ("kv_transfer_params", r#"{"hidden_states_path":"/x"}"#),
+    ] {
         let text = refused(&format!(r#"{{"input_ids":[1],"{field}":{value}}}"#)).to_string();
         assert!(text.starts_with(&format!("`{field}` is ")) && text.contains("does not implement"), "{text}");
     }
@@ -228,7 +263,7 @@ fn a_field_this_server_does_not_have_is_refused_unless_it_asks_for_nothing() {
 #[test]
 fn text_and_ids_together_must_agree_in_shape() {
     let both = parse(r#"{"text":"a","input_ids":[5]}"#).unwrap();
-    assert_eq!(ids(&both), [&[5]], "the IDs are run, as in SGLang");
+    assert_eq!(ids(&both), [[5]], "the IDs are run, as in SGLang");
     assert!(refused(r#"{"text":"a","input_ids":[[5]]}"#).to_string().contains("differ in shape"));
     assert!(refused(r#"{"text":["a","b"],"input_ids":[[5]]}"#).to_string().contains("differ in shape"));
     assert!(refused(r#"{"text":5}"#).to_string().starts_with("`text` is 5; a string"));

@@ -1,6 +1,3 @@
-use std::time::Duration;
-
-use futures_util::FutureExt;
 use tether_dump::RequestId;
 use tether_model::CaptureSpec;
 use tokio::sync::oneshot::Receiver;
@@ -44,8 +41,7 @@ impl Setup {
             server: String::new(),
             created: String::new(),
         };
-        let reservation = self.budget.reserve(1000, Duration::from_secs(1)).now_or_never();
-        let reservation = reservation.expect("there is room").unwrap();
+        let reservation = self.budget.try_reserve(1000).expect("there is room");
         let ticket = Ticket::new();
         assert!(ticket.start());
         let (reply, answer) = oneshot::channel();
@@ -150,13 +146,14 @@ fn a_write_larger_than_the_buffer_goes_through_and_the_buffer_holds_no_more_than
     let fixture = Fixture { buffer_bytes: 1, ..Fixture::default() };
     let sink = fixture.sink(setup.dir.path(), &setup.metrics);
     let one = i64::try_from(ROWS * HIDDEN * 4).unwrap();
-    let answers: Vec<_> = (0..50).map(|_| {
-        let (write, _, answer) = setup.write(RequestId::new());
-        sink.submit(write);
-        assert!(setup.metrics.write_queue_bytes.get() <= one, "the engine waits instead");
-        answer
-    })
-    .collect();
+    let answers: Vec<_> = (0..50)
+        .map(|_| {
+            let (write, _, answer) = setup.write(RequestId::new());
+            sink.submit(write);
+            assert!(setup.metrics.write_queue_bytes.get() <= one, "the engine waits instead");
+            answer
+        })
+        .collect();
     for answer in answers {
         answer.blocking_recv().unwrap().unwrap();
     }
