@@ -1,0 +1,141 @@
+//! The tiny checkpoints that `tests/python/make_models.py` writes, and what the references made of them.
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+use std::path::{Path, PathBuf};
+
+use safetensors::{Dtype, SafeTensors};
+use tch::{Device, Kind, Tensor};
+use tether_model::{
+    Capture, CaptureSpec, DtypeChoice, FinalState, LoadOptions, Model, Products, Routes, Sequence,
+    SequenceOutput,
+};
+
+/// Where the models are. Fails, and does not skip, if they were not made.
+pub(crate) fn golden_dir() -> PathBuf {
+    // Tests run side by side, one on each core; products this small gain nothing from more.
+    tch::set_num_threads(1);
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.tether/golden");
+    assert!(
+        dir.join("complete").is_file(),
+        "{} holds no complete set of reference models; make it with: .tether/venv/bin/python tests/python/make_models.py",
+        dir.display()
+    );
+    dir
+}
+
+pub(crate) fn model_dir(name: &str) -> PathBuf {
+    golden_dir().join(name)
+}
+
+pub(crate) fn load(dir: &Path, dtype: DtypeChoice, tile_tokens: usize, products: Option<Products>) -> Model {
+    Model::load_with(dir, &LoadOptions { device: Device::Cpu, dtype, tile_tokens }, products).unwrap()
+}
+
+pub(crate) fn float32(name: &str, tile_tokens: usize) -> Model {
+    load(&model_dir(name), DtypeChoice::Float32, tile_tokens, None)
+}
+
+/// One model's prompts and what the references made of them.
+pub(crate) struct Golden {
+    pub(crate) prompts: Vec<Vec<i64>>,
+    pub(crate) margin: f64,
+    file: Vec<u8>,
+}
+
+impl Golden {
+    pub(crate) fn read(name: &str) -> Self {
+        let file = std::fs::read(model_dir(name).join("golden.safetensors")).unwrap();
+        let (_, header) = SafeTensors::read_metadata(&file).unwrap();
+        let margin = header.metadata().as_ref().unwrap()["margin"].parse().unwrap();
+        let mut golden = Self { prompts: Vec::new(), margin, file };
+        let ids: Vec<i64> = golden.get("token_ids").try_into().unwrap();
+        let lengths: Vec<i64> = golden.get("lengths").try_into().unwrap();
+        let mut rest = ids.as_slice();
+        for length in lengths {
+            let (prompt, behind) = rest.split_at(length as usize);
+            golden.prompts.push(prompt.to_vec());
+            rest = behind;
+        }
+        golden
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Tensor {
+        let file = SafeTensors::deserialize(&self.file).unwrap();
+        let view = file.tensor(name).unwrap();
+        let kind = match view.dtype() {
+            Dtype::F32 => Kind::Float,
+            Dtype::F64 => Kind::Double,
+            Dtype::I64 => Kind::Int64,
+            other => panic!("{name} is {other:?}"),
+        };
+        let shape: Vec<i64> = view.shape().iter().map(|&dimension| dimension as i64).collect();
+        Tensor::from_data_size(view.data(), &shape, kind)
+    }
+
+    /// The reference's experts, one tensor for each layer that has any.
+    pub(crate) fn experts(&self) -> Vec<Tensor> {
+        self.get("experts").unbind(0)
+    }
+
+    pub(crate) fn prompts(&self) -> Vec<&[i64]> {
+        self.prompts.iter().map(Vec::as_slice).collect()
+    }
+}
+
+/// Every plane there is.
+pub(crate) fn everything(model: &Model) -> CaptureSpec {
+    let layers = model.config().num_hidden_layers;
+    let points: Vec<i64> = (0..=layers).collect();
+    CaptureSpec::new(&points, FinalState::Both, layers).unwrap()
+}
+
+pub(crate) fn sequences<'a>(prompts: &[&'a [i64]], spec: &'a CaptureSpec) -> Vec<Sequence<'a>> {
+    let capture = Some(Capture { spec, kind: Kind::Float, first_row: 0 });
+    prompts.iter().map(|token_ids| Sequence { token_ids, capture, last_logits: true }).collect()
+}
+
+/// All planes `[tokens, planes, hidden]` and all logits `[tokens, vocab]` of prompts run together, in float32.
+pub(crate) fn run(model: &Model, prompts: &[&[i64]], routes: Routes<'_>) -> (Tensor, Tensor) {
+    let spec = everything(model);
+    let outputs = model.forward_with(&sequences(prompts, &spec), routes).unwrap();
+    let planes: Vec<&Tensor> = outputs.iter().map(|output| output.hidden_states.as_ref().unwrap()).collect();
+    let planes = Tensor::cat(&planes, 0);
+    let logits = model.logits(&planes.select(1, spec.planes().len() as i64 - 1));
+    check_last_logits(&outputs, prompts, &logits);
+    (planes, logits)
+}
+
+/// The logits that a pass gives are those of each sequence's last row.
+fn check_last_logits(outputs: &[SequenceOutput], prompts: &[&[i64]], logits: &Tensor) {
+    let mut end = 0;
+    for (output, prompt) in outputs.iter().zip(prompts) {
+        end += prompt.len() as i64;
+        let last = output.logits.as_ref().unwrap();
+        assert_eq!(last.kind(), Kind::Float);
+        // The row goes through norm and head with other rows beside it, so the last bits may differ.
+        let apart = (last - logits.get(end - 1)).abs().max().double_value(&[]);
+        let largest = last.abs().max().double_value(&[]);
+        assert!(apart <= 2e-2 * largest, "last logits are off by {apart} of {largest}");
+    }
+}
+
+/// Each prompt in a pass of its own.
+pub(crate) fn run_alone(model: &Model, prompts: &[&[i64]]) -> (Tensor, Tensor) {
+    let runs: Vec<_> = prompts.iter().map(|prompt| run(model, &[prompt], Routes::Free)).collect();
+    let (planes, logits): (Vec<&Tensor>, Vec<&Tensor>) =
+        runs.iter().map(|(planes, logits)| (planes, logits)).unzip();
+    (Tensor::cat(&planes, 0), Tensor::cat(&logits, 0))
+}
+
+/// `|a - b| / |b|`, in float64.
+pub(crate) fn relative_error(a: &Tensor, b: &Tensor) -> f64 {
+    let (a, b) = (a.to_kind(Kind::Double), b.to_kind(Kind::Double));
+    ((a - &b).norm() / b.norm()).double_value(&[])
+}
+
+/// The largest difference of an element, as a part of its row's largest magnitude.
+pub(crate) fn worst_element(a: &Tensor, b: &Tensor) -> f64 {
+    let (a, b) = (a.to_kind(Kind::Double), b.to_kind(Kind::Double));
+    let largest = b.abs().amax([-1i64].as_slice(), true);
+    ((a - &b).abs() / largest).max().double_value(&[])
+}

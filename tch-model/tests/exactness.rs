@@ -1,0 +1,208 @@
+//! Every plane and the logits, at every position, against transformers and an independent float64 reference, within the
+//! bounds of `docs/contract.md`: alone, in a batch of sixteen of other lengths, and split over tiles.
+
+mod common;
+
+use common::{Golden, float32, load, model_dir, relative_error, run, run_alone, worst_element};
+use tch::{Kind, Tensor};
+use tether_model::{DtypeChoice, Model, Products, Routes};
+
+/// float32 against a reference: relative error of a plane, and an element's error as a part of its row's largest.
+const FLOAT32: (f64, f64) = (1e-4, 1e-3);
+/// bfloat16: its error may be so much that of transformers' own bfloat16 run, plus so much.
+const BFLOAT16: (f64, f64) = (1.25, 2e-3);
+/// Routing choices must be clearer than this, or bfloat16's rounding may flip them.
+const MARGIN: f64 = 5e-3;
+
+/// Tiles that hold everything, that hold some sequences and split others, and that split nearly all or all of them.
+const TILES: [usize; 4] = [4096, 64, 7, 1];
+/// Tiles of one row are slow and say no more in bfloat16 than in float32.
+const COARSE_TILES: [usize; 3] = [4096, 64, 7];
+
+fn planes(of: &Tensor) -> impl Iterator<Item = Tensor> + '_ {
+    (0..of.size()[1]).map(|plane| of.select(1, plane))
+}
+
+#[track_caller]
+fn within_float32(
+    what: &str,
+    (found_planes, found_logits): &(Tensor, Tensor),
+    golden: &Golden,
+    reference: &str,
+) {
+    let expected = golden.get(&format!("planes_{reference}"));
+    assert_eq!(found_planes.size(), expected.size(), "{what}: shape of the planes");
+    let mut worst = (0f64, 0f64);
+    let mut check = |part: String, found: &Tensor, expected: &Tensor| {
+        let errors = (relative_error(found, expected), worst_element(found, expected));
+        assert!(
+            errors.0 <= FLOAT32.0 && errors.1 <= FLOAT32.1,
+            "{what}, {part} against {reference}: {errors:?}"
+        );
+        worst = (worst.0.max(errors.0), worst.1.max(errors.1));
+    };
+    for (plane, (found, expected)) in planes(found_planes).zip(planes(&expected)).enumerate() {
+        check(format!("plane {plane}"), &found, &expected);
+    }
+    check("logits".to_owned(), found_logits, &golden.get(&format!("logits_{reference}")));
+    println!("{what} against {reference}: relative {:.1e}, element {:.1e}", worst.0, worst.1);
+}
+
+#[track_caller]
+fn within_bfloat16(what: &str, (found_planes, found_logits): &(Tensor, Tensor), golden: &Golden) {
+    let mut largest = 0f64;
+    let mut check = |part: String, found: &Tensor, theirs: &Tensor, exact: &Tensor| {
+        let (ours, theirs) = (relative_error(found, exact), relative_error(theirs, exact));
+        assert!(
+            ours <= BFLOAT16.0 * theirs + BFLOAT16.1,
+            "{what}, {part}: {ours:.2e}, transformers {theirs:.2e}"
+        );
+        largest = largest.max(ours / theirs.max(1e-9));
+    };
+    let (theirs, exact) = (golden.get("planes_bf16"), golden.get("planes_f32"));
+    // Plane 0 is the embedding, which both have exactly.
+    let three = planes(found_planes).zip(planes(&theirs)).zip(planes(&exact)).enumerate().skip(1);
+    for (plane, ((found, theirs), exact)) in three {
+        check(format!("plane {plane}"), &found, &theirs, &exact);
+    }
+    check("logits".to_owned(), found_logits, &golden.get("logits_bf16"), &golden.get("logits_f32"));
+    println!("{what}: at most {largest:.2} times the error of transformers' own bfloat16 run");
+}
+
+/// float32 in every way of running, against each of `references`.
+fn float32_is_exact(name: &str, references: &[&str]) {
+    let golden = Golden::read(name);
+    let prompts = golden.prompts();
+    for tile_tokens in TILES {
+        let model = float32(name, tile_tokens);
+        let batch = run(&model, &prompts, Routes::Free);
+        for reference in references {
+            within_float32(&format!("{name} in a batch, tiles of {tile_tokens}"), &batch, &golden, reference);
+        }
+    }
+    for tile_tokens in [4096, 64] {
+        let alone = run_alone(&float32(name, tile_tokens), &prompts);
+        for reference in references {
+            within_float32(&format!("{name} alone, tiles of {tile_tokens}"), &alone, &golden, reference);
+        }
+    }
+}
+
+/// bfloat16 in every way of running and of multiplying, after the margin that makes the comparison meaningful.
+fn bfloat16_is_as_exact_as_transformers(name: &str) {
+    let golden = Golden::read(name);
+    let prompts = golden.prompts();
+    println!("{name}: smallest margin between chosen and next expert or group {:.2e}", golden.margin);
+    assert!(golden.margin > MARGIN, "{name}: the smallest margin is {:.2e}", golden.margin);
+    for products in [Products::Widened, Products::Native] {
+        let model = |tile_tokens| load(&model_dir(name), DtypeChoice::BFloat16, tile_tokens, Some(products));
+        for tile_tokens in COARSE_TILES {
+            let batch = run(&model(tile_tokens), &prompts, Routes::Free);
+            within_bfloat16(
+                &format!("{name} in a batch, {products:?}, tiles of {tile_tokens}"),
+                &batch,
+                &golden,
+            );
+        }
+        let alone = run_alone(&model(4096), &prompts);
+        within_bfloat16(&format!("{name} alone, {products:?}"), &alone, &golden);
+    }
+}
+
+#[test]
+fn v2_with_direct_queries_and_greedy_routing_is_exact() {
+    float32_is_exact("tiny-v2", &["f64", "f32"]);
+}
+
+#[test]
+fn v2_with_group_limited_routing_and_yarn_is_exact() {
+    float32_is_exact("tiny-v2-group", &["f64", "f32"]);
+}
+
+#[test]
+fn v3_with_biased_routing_in_groups_and_yarn_is_exact() {
+    float32_is_exact("tiny-v3", &["f64", "f32"]);
+}
+
+/// Where transformers' classes leave something out, the reference is the authors' description.
+#[test]
+fn what_transformers_leaves_out_follows_the_authors() {
+    float32_is_exact("tiny-v2-author", &["f64"]);
+}
+
+#[test]
+fn v2_in_bfloat16_is_as_exact_as_transformers() {
+    bfloat16_is_as_exact_as_transformers("tiny-v2");
+}
+
+#[test]
+fn v2_with_groups_in_bfloat16_is_as_exact_as_transformers() {
+    bfloat16_is_as_exact_as_transformers("tiny-v2-group");
+}
+
+#[test]
+fn v3_in_bfloat16_is_as_exact_as_transformers() {
+    bfloat16_is_as_exact_as_transformers("tiny-v3");
+}
+
+/// `[layers, tokens, top_k]`, each token's experts in ascending order.
+fn ordered(experts: &[Tensor]) -> Tensor {
+    Tensor::stack(experts, 0).sort(-1, false).0
+}
+
+/// The experts a model chooses, by layer.
+fn chosen(model: &Model, prompts: &[&[i64]]) -> Vec<Tensor> {
+    let mut recorded = Vec::new();
+    let _ = run(model, prompts, Routes::Recorded(&mut recorded));
+    recorded
+}
+
+/// Ordinary random gates: thousands of choices, some of them hardly decided.
+#[test]
+fn near_ties_fall_as_in_the_reference() {
+    let golden = Golden::read("tiny-v3-ties");
+    println!("tiny-v3-ties: smallest margin {:.2e}", golden.margin);
+    assert!(golden.margin < 1e-4, "there is no near-tie in this model");
+    let found = chosen(&float32("tiny-v3-ties", 4096), &golden.prompts());
+    let same = ordered(&found).eq_tensor(&ordered(&golden.experts())).all_dim(-1, false);
+    let (tokens, flipped) = (same.numel(), same.logical_not().sum(Kind::Int64).int64_value(&[]));
+    assert_eq!(flipped, 0, "{flipped} of {tokens} choices differ from the float64 reference's");
+}
+
+#[test]
+fn with_the_references_experts_near_ties_do_not_matter() {
+    let name = "tiny-v3-ties";
+    let golden = Golden::read(name);
+    let (prompts, experts) = (golden.prompts(), golden.experts());
+    for tile_tokens in COARSE_TILES {
+        let what = format!("{name} with the reference's experts, tiles of {tile_tokens}");
+        let exact = run(&float32(name, tile_tokens), &prompts, Routes::forced(&experts));
+        within_float32(&what, &exact, &golden, "f64");
+        within_float32(&what, &exact, &golden, "f32");
+        for products in [Products::Widened, Products::Native] {
+            let model = load(&model_dir(name), DtypeChoice::BFloat16, tile_tokens, Some(products));
+            let rounded = run(&model, &prompts, Routes::forced(&experts));
+            within_bfloat16(&format!("{what}, {products:?}"), &rounded, &golden);
+        }
+    }
+}
+
+/// The comparisons above can fail: a plane against its neighbour does, and so does one with a single element changed.
+#[test]
+fn a_wrong_plane_and_a_wrong_element_are_noticed() {
+    let golden = Golden::read("tiny-v2");
+    let planes = golden.get("planes_f32");
+    for plane in 0..planes.size()[1] - 1 {
+        let (this, next) = (planes.select(1, plane), planes.select(1, plane + 1));
+        assert!(
+            relative_error(&this, &next) > 100.0 * FLOAT32.0,
+            "planes {plane} and {} are alike",
+            plane + 1
+        );
+    }
+    let plane = planes.select(1, 3);
+    let changed = plane.copy();
+    let largest = plane.get(17).abs().max().double_value(&[]);
+    let _ = changed.get(17).get(5).g_add_scalar_(2e-3 * largest);
+    assert!(worst_element(&changed, &plane) > FLOAT32.1);
+}
