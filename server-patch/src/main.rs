@@ -1,26 +1,25 @@
 //! The `tether-server` binary: settings, logging, run, exit code.
 
-mod allocator;
-
-use std::process::ExitCode;
+mod process;
 
 use anyhow::Context;
 use tether_server::config::Args;
 use tracing_subscriber::EnvFilter;
 
-fn main() -> ExitCode {
+fn main() {
     let args: Args = tether_settings::parse("TETHER_SERVER_");
-    match run(args) {
-        Ok(()) => ExitCode::SUCCESS,
+    let code = match run(args) {
+        Ok(()) => 0,
         Err(error) => {
             tracing::error!("{error:#}");
             // A log level may hide the line above; the reason for an exit is never hidden.
             if !tracing::enabled!(tracing::Level::ERROR) {
                 eprintln!("error: {error:#}");
             }
-            ExitCode::FAILURE
+            1
         }
-    }
+    };
+    process::leave(code)
 }
 
 fn run(args: Args) -> anyhow::Result<()> {
@@ -52,8 +51,5 @@ fn run(args: Args) -> anyhow::Result<()> {
     let result = runtime.block_on(tether_server::startup::run(args));
     // What was given up on (a step in progress, a model half loaded) is not waited for.
     runtime.shutdown_background();
-    match result {
-        Ok(()) => Ok(()),
-        Err(error) => Err(error.into()),
-    }
+    Ok(result?)
 }

@@ -1,6 +1,7 @@
 //! From settings to a running server: cheap checks, the port, then the model in the background.
 
 use std::future::pending;
+use std::mem::ManuallyDrop;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
@@ -161,6 +162,9 @@ pub async fn run(args: Args) -> Result<(), StartError> {
         rids: InFlightRids::default(),
         lifecycle: Lifecycle::default(),
     });
+    // Dropping the last handle joins the engine. Until the server has drained nothing may do so by returning: a load, or a
+    // step of requests that were cut, can take longer than anybody wants to wait for the exit.
+    let keep = ManuallyDrop::new(Arc::clone(&app));
     let scanning = tokio::spawn(budget.keep_scanning(pending()));
 
     let (stop, stopped) = oneshot::channel::<()>();
@@ -204,7 +208,7 @@ pub async fn run(args: Args) -> Result<(), StartError> {
     // A model that is still being loaded is not waited for: nothing of it is left behind.
     if early.is_none() {
         // Joins the engine, which joins the writers.
-        tokio::task::spawn_blocking(move || drop(app))
+        tokio::task::spawn_blocking(move || drop((app, ManuallyDrop::into_inner(keep))))
             .await
             .map_err(|error| StartError::Process(Box::new(error)))?;
     }

@@ -1,4 +1,4 @@
-//! The allocator of the whole process, libtorch included.
+//! What the process as a whole needs of C: its allocator, libtorch included, and a way out.
 //!
 //! libtorch takes every activation from `posix_memalign` and gives it back after the operation. glibc maps blocks above
 //! 32 MiB anew each time and unmaps them on free, so that each step pays a page fault for every 4 KiB it writes; that costs
@@ -25,3 +25,11 @@ static MALLOC_CONF: &std::ffi::c_char = unsafe {
     &*c"oversize_threshold:0,dirty_decay_ms:30000,muzzy_decay_ms:0,retain:true,background_thread:false"
         .as_ptr()
 };
+
+/// Ends the process at once. Returning from `main` would run the destructors of libtorch's globals, which must not happen
+/// under a step or a load that was given up on and still runs; and what has to be in order by then (dumps, replies, the
+/// log) is on its way without a buffer.
+pub(crate) fn leave(code: i32) -> ! {
+    // SAFETY: takes a number and does not return; no Rust value is used afterwards.
+    unsafe { libc::_exit(code) }
+}
