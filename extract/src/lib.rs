@@ -4,6 +4,9 @@
 //!
 //! [`run::run`] is the whole of it: [`dataset`] in, [`plan`] what is missing, [`extractor`] for one sample, [`format`] out,
 //! [`ledger`] what is done. [`verify::verify`] looks at a finished directory again.
+//!
+//! An output directory holds the trainer's files in folders of their own and, beside them, `ledger.sqlite3`, `report.json`
+//! (the last run's summary), `failures.jsonl` (each row without a file, and why) and a lock.
 
 pub mod check;
 pub mod cli;

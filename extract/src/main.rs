@@ -1,6 +1,9 @@
 //! `tether-extract`.
 
-use std::{io, process::ExitCode};
+use std::{
+    io::{self, IsTerminal as _},
+    process::ExitCode,
+};
 
 use anyhow::Context as _;
 use tether_extract::{
@@ -38,7 +41,13 @@ fn log_to(terminal: &Terminal, level: &str) -> anyhow::Result<()> {
         .with_context(|| format!("--log-level `{level}` is not a level or filter"))?;
     let terminal = terminal.clone();
     let writer = move || terminal.writer();
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(writer).init();
+    let colours = io::stderr().is_terminal();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(colours)
+        .with_target(false)
+        .with_writer(writer)
+        .init();
     Ok(())
 }
 

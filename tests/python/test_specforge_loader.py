@@ -126,7 +126,7 @@ def extracted(tmp_path_factory) -> Extracted:
     if given := os.environ.get("TETHER_SPECFORGE_DIR"):
         data = os.environ.get("TETHER_SPECFORGE_DATA")
         rows = [json.loads(line) for line in Path(data).read_text().splitlines() if line.strip()] if data else None
-        return Extracted(Path(given), rows)
+        return Extracted(Path(given).resolve(), rows)
     assert BINARY.is_file(), f"{BINARY} is not built; run `cargo build --release -p tether-extract`"
     folder = tmp_path_factory.mktemp("specforge")
     rows = [{"input_ids": [7 * row + place for place in range(2 + row * row % 23)]} for row in range(40)]
