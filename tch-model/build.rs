@@ -8,7 +8,7 @@ fn main() {
     match std::env::var("DEP_TCH_LIBTORCH_LIB") {
         Ok(lib) => println!("cargo:rustc-link-arg=-Wl,-rpath,{lib}"),
         Err(_) => {
-            println!("cargo:warning=torch-sys did not say where libtorch is; set LD_LIBRARY_PATH to run")
+            println!("cargo:warning=torch-sys did not say where libtorch is; set LD_LIBRARY_PATH to run");
         }
     }
 }

@@ -167,6 +167,7 @@ pub enum ForwardError {
 
 impl LoadError {
     /// A config value this code does not implement.
+    #[allow(clippy::needless_pass_by_value, reason = "callers hand over texts and numbers they just made")]
     pub(crate) fn unsupported(key: &str, value: impl ToString, supported: impl ToString) -> Self {
         Self::Unsupported { key: key.to_owned(), value: value.to_string(), supported: supported.to_string() }
     }

@@ -50,7 +50,7 @@ impl Linear {
         }
         if let Some(bias) = &self.bias {
             // A shallow clone is another handle on the same rows: in-place operators want `&mut`.
-            let _ = out.shallow_clone().g_add_(&**bias);
+            let _ = out.shallow_clone().g_add_(bias);
         }
     }
 

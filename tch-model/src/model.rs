@@ -322,8 +322,8 @@ fn report_unused(names: &[&str], config: &Config) {
         let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
         layer.and_then(|layer| layer.parse().ok()).is_some_and(|layer: i64| layer >= config.num_hidden_layers)
     };
-    let expected = |name: &&&str| prediction(name) || name.ends_with(".rotary_emb.inv_freq");
-    let (expected, unexpected): (Vec<&str>, Vec<&str>) = names.iter().partition(|name| expected(&name));
+    let expected = |name: &&str| prediction(name) || name.ends_with(".rotary_emb.inv_freq");
+    let (expected, unexpected): (Vec<&str>, Vec<&str>) = names.iter().partition(|name| expected(name));
     if !expected.is_empty() {
         tracing::info!(count = expected.len(), "tensors of layers that are not run were skipped");
     }

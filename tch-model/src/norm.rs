@@ -28,6 +28,6 @@ impl RmsNorm {
         let scale = (length.square() / size + self.eps).rsqrt();
         let kind = self.weight.kind();
         // A product of bfloat16 and float32 is float32: nothing is rounded before `to_kind`.
-        (x * scale).to_kind(kind).g_mul_(&*self.weight)
+        (x * scale).to_kind(kind).g_mul_(&self.weight)
     }
 }

@@ -1,5 +1,7 @@
 //! Checkpoints that are not whole, or do not fit their config, are refused before anything is served.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 mod common;
 
 use std::fs;

@@ -1,6 +1,8 @@
 //! Every plane and the logits, at every position, against transformers and an independent float64 reference, within the
 //! bounds of `docs/contract.md`: alone, in a batch of sixteen of other lengths, and split over tiles.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 mod common;
 
 use common::{Golden, float32, load, model_dir, relative_error, run, run_alone, worst_element};

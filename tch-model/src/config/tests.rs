@@ -29,6 +29,7 @@ fn read(config: &Value) -> Result<Config, LoadError> {
     Config::read(dir.path())
 }
 
+#[allow(clippy::needless_pass_by_value, reason = "changes are written where they are used")]
 fn with(changes: Value) -> Result<Config, LoadError> {
     let mut config = v2_lite();
     for (key, value) in changes.as_object().unwrap() {

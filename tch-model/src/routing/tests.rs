@@ -39,7 +39,7 @@ fn naive(gate: &Gate, logits: &[f32]) -> Vec<(i64, f64)> {
     match &gate.routing {
         Routing::Greedy => {}
         Routing::GroupLimited { n_group, topk_group } => {
-            (groups, kept) = (*n_group as usize, *topk_group as usize)
+            (groups, kept) = (*n_group as usize, *topk_group as usize);
         }
         Routing::NoAuxTc { n_group, topk_group, bias } => {
             (groups, kept) = (*n_group as usize, *topk_group as usize);

@@ -1,5 +1,6 @@
 //! The tiny checkpoints that `tests/python/make_models.py` writes, and what the references made of them.
 #![allow(dead_code, reason = "each test binary uses its own part")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::path::{Path, PathBuf};
 
