@@ -105,7 +105,7 @@ async fn every_point_up_to_what_leaves_the_last_layer_can_be_had_and_no_other() 
         (json!({"points": [NUM_LAYERS], "axis": "output"}), NUM_LAYERS as i64),
     ] {
         let error = ask(&setting.server.client(), &prompt, capture.clone(), 0).await.expect(400).error_text();
-        assert!(error.contains(&named.to_string()) && error.contains("points"), "{capture}: {error}");
+        assert!(error.contains(&named.to_string()) && error.contains("point"), "{capture}: {error}");
     }
 }
 

@@ -2,14 +2,19 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use rand::RngExt;
 use tempfile::TempDir;
 use tether_dump::CapturePoint;
 use tether_tests::{
-    Checkpoint, ExtractRun, HIDDEN, NUM_LAYERS, Prompts, Sample, Server, Signal, Stack, TrainerFile,
-    deviation, eventually, read_data_set, scratch, trainer_files, write_data_set,
+    Checkpoint, DEADLINE, ExtractRun, HIDDEN, NUM_LAYERS, Prompts, Sample, Server, Signal, Stack,
+    TrainerFile, deviation, eventually, read_data_set, scratch, trainer_files, write_data_set,
 };
+
+/// Requests that a run keeps in flight.
+const CONCURRENCY: usize = 8;
+const KILLS: usize = 5;
 
 /// A server that takes a while over each dump, so that there is a middle to stop in.
 struct Setting {
@@ -43,7 +48,12 @@ impl Setting {
 
     fn run(&self) -> ExtractRun {
         let data = self.folder.path().join("data.jsonl");
-        ExtractRun::start(self.stack.proxy.address(), &data, &self.out(), &["--concurrency", "8"])
+        ExtractRun::start(
+            self.stack.proxy.address(),
+            &data,
+            &self.out(),
+            &["--concurrency", &CONCURRENCY.to_string()],
+        )
     }
 
     async fn finished(&self) -> BTreeMap<usize, TrainerFile> {
@@ -88,13 +98,15 @@ impl Setting {
         }
     }
 
-    /// Nothing that a run used on the way is left.
-    async fn nothing_is_left(&self) {
+    /// Nothing that a run used on the way is left, but at most `dumps_left` dumps.
+    async fn nothing_is_left(&self, dumps_left: usize) {
         let dumps = self.stack.dumps();
-        eventually("no dump is left", || async {
-            (dumps.ids().is_empty() && dumps.strangers().is_empty()).then_some(())
-        })
-        .await;
+        let settled = tokio::time::timeout(DEADLINE / 4, async {
+            while dumps.ids().len() > dumps_left || !dumps.strangers().is_empty() {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        });
+        assert!(settled.await.is_ok(), "left are {:?} and {:?}", dumps.ids(), dumps.strangers());
         let known = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "ckpt");
         let group = self.out().join("rows_0-2000");
         let entries =
@@ -117,7 +129,7 @@ async fn a_run_that_nobody_disturbs_is_complete() {
     let setting = Setting::start(60).await;
     let files = setting.finished().await;
     setting.check(&files).await;
-    setting.nothing_is_left().await;
+    setting.nothing_is_left(0).await;
 }
 
 /// The kill -9, and IO-10.
@@ -127,7 +139,7 @@ async fn a_run_killed_at_any_moment_is_completed_by_the_next() {
     setting.stack.server.fault().delay(4);
     let mut rng = Prompts::new(2);
     let mut done = 0;
-    for _ in 0..5 {
+    for _ in 0..KILLS {
         let run = setting.run();
         // Killed with some more rows done, at whatever the others are doing then.
         let more = rng.rng().random_range(1..25);
@@ -146,10 +158,12 @@ async fn a_run_killed_at_any_moment_is_completed_by_the_next() {
     let before = modified(&trainer_files(&setting.out()));
     let files = setting.finished().await;
     setting.check(&files).await;
-    setting.nothing_is_left().await;
+    // A reply that lay unread in the killed client's socket was delivered, and its dump with it. Nobody knows of that one
+    // any more but the server's budget and --dump-ttl.
+    setting.nothing_is_left(KILLS * CONCURRENCY).await;
     // What was recorded as done was not done again. A file whose row the kill kept out of the ledger may be.
     let redone = before.iter().filter(|(row, time)| files[row].modified != **time).count();
-    assert!(redone <= 8, "{redone} finished files were written again, with 8 requests at a time");
+    assert!(redone <= CONCURRENCY, "{redone} finished files were written again");
 }
 
 /// IO-07.
@@ -181,7 +195,7 @@ async fn a_second_run_does_only_what_is_missing() {
     let after: BTreeMap<_, _> = files.iter().map(|(row, file)| (*row, file.modified)).collect();
     assert!(before.iter().all(|(row, time)| after[row] == *time), "a finished file was written again");
     setting.check(&files).await;
-    setting.nothing_is_left().await;
+    setting.nothing_is_left(0).await;
     // A third finds nothing to do.
     let served_before = served().await;
     let again = setting.finished().await;
@@ -221,7 +235,7 @@ async fn a_run_survives_a_restart_of_the_server() {
     setting.stack.server.fault().none();
     assert_eq!(run.wait().await.code(), Some(0), "{}", run.process().log_tail());
     setting.check(&read_data_set(&setting.out())).await;
-    setting.nothing_is_left().await;
+    setting.nothing_is_left(0).await;
 }
 
 #[tokio::test]
