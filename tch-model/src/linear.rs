@@ -1,6 +1,8 @@
 //! Matrix products with a weight.
 
-use tch::{Kind, Tensor};
+use std::cell::RefCell;
+
+use tch::{Device, Kind, Tensor};
 
 use crate::LoadError;
 use crate::mapped::Parameter;
@@ -58,12 +60,24 @@ impl Linear {
     fn widened_into(&self, x: &Tensor, out: &Tensor) {
         let (outputs, inputs) = self.weight.size2().expect("a weight has two dimensions, checked in `load`");
         let block = (WIDENED_BLOCK / inputs).clamp(1, outputs);
-        let mut first = 0;
-        while first < outputs {
-            let count = block.min(outputs - first);
-            let weight = self.weight.narrow(0, first, count).to_kind(Kind::Float);
-            let _ = x.mm_out(&out.narrow(1, first, count), &weight.tr());
-            first += count;
-        }
+        BLOCK.with_borrow_mut(|wide| {
+            if wide.numel() < (block * inputs) as usize {
+                *wide = Tensor::empty([WIDENED_BLOCK.max(inputs)], (Kind::Float, Device::Cpu));
+            }
+            let mut first = 0;
+            while first < outputs {
+                let count = block.min(outputs - first);
+                let mut weight = wide.narrow(0, 0, count * inputs).view([count, inputs]);
+                weight.copy_(&self.weight.narrow(0, first, count));
+                let _ = x.mm_out(&out.narrow(1, first, count), &weight.tr());
+                first += count;
+            }
+        });
     }
+}
+
+thread_local! {
+    /// Where a block is widened: always the same memory, which stays in the cache and is not asked of the allocator
+    /// for every block of every weight.
+    static BLOCK: RefCell<Tensor> = RefCell::new(Tensor::empty([0], (Kind::Float, Device::Cpu)));
 }

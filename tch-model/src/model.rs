@@ -336,3 +336,20 @@ fn report_unused(names: &[&str], config: &Config) {
         );
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_by_libtorch_is_an_error_of_one_line_and_leaves_gradients_as_they_were() {
+        let vector = Tensor::zeros([3], (Kind::Float, Device::Cpu));
+        let error = guarded(|| vector.mm(&vector)).unwrap_err();
+        let ForwardError::Torch { message } = &error else { panic!("{error}") };
+        assert!(message.contains("must be a matrix") || message.contains("2D"), "{message}");
+        assert_eq!(message.lines().count(), 1);
+        let too_much = guarded(|| Tensor::zeros([1 << 60], (Kind::Float, Device::Cpu)));
+        assert!(matches!(too_much, Err(ForwardError::Torch { .. })));
+        assert!((vector.set_requires_grad(true) * 2.0).requires_grad());
+    }
+}
