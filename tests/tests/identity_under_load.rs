@@ -198,9 +198,17 @@ async fn probe(through: Client, direct: Client, stop: Arc<AtomicBool>) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn whoever_is_answered_has_a_dump_and_every_dump_is_of_someone_answered() {
+    let rounds = if std::env::var_os("TETHER_CAMPAIGN").is_some() { 10 } else { 1 };
+    for seed in 0..rounds {
+        load(0x1d + seed).await;
+    }
+}
+
+/// One load, drawn from `seed`, and everything that must hold afterwards.
+async fn load(seed: u64) {
     let checkpoint = Checkpoint::float32();
     let stack = Stack::start(Server::of(&checkpoint)).await;
-    let mut prompts = Prompts::new(0x1d);
+    let mut prompts = Prompts::new(seed);
     let jobs: Vec<_> = (0..REQUESTS).map(|number| job(&mut prompts, number)).collect();
     let wanted = jobs.iter().filter(|job| !matches!(job.kind, Kind::Leaving(..))).count();
     let jobs = Arc::new(Mutex::new(jobs));
