@@ -119,6 +119,16 @@ named! {
     }
 }
 
+named! {
+    /// The form of a dump on disk. Readers take either; a writer is told which.
+    DumpLayout, "dump layout", "`file` or `directory`" {
+        /// One safetensors file, `<request_id>.safetensors`.
+        File = "file",
+        /// The folder `req_<request_id>/` of PyTorch files, for clients that scan a directory.
+        Directory = "directory",
+    }
+}
+
 impl Dtype {
     /// Bytes per element.
     pub fn size(self) -> usize {

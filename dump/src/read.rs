@@ -1,7 +1,9 @@
 //! Reading and verifying a published dump.
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::io::{self, Read};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
@@ -9,7 +11,7 @@ use safetensors::tensor::Metadata as TensorTable;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::metadata::{self, InvalidMetadata};
-use crate::{CapturePoint, Metadata, TokenHash};
+use crate::{CapturePoint, Metadata, TokenHash, folder};
 
 /// A header longer than this is not that of a dump: ours are under 2 KiB, the longest name of a client included.
 const MAX_HEADER: u64 = 1 << 20;
@@ -25,9 +27,6 @@ pub struct Head {
     pub token_ids: Vec<i64>,
     /// Width of a plane's row.
     pub hidden_size: usize,
-    data_start: usize,
-    states_start: usize,
-    states_end: usize,
 }
 
 /// Why a file could not be read as a dump.
@@ -98,14 +97,19 @@ pub enum VerifyError {
 }
 
 impl Head {
-    /// Reads the front of the dump at `path`, and checks the file's length against it.
+    /// Reads the front of the dump at `path`, a file or the folder of the legacy layout, and checks the file's length
+    /// against it.
     ///
     /// # Errors
     /// The file is absent or unreadable, is cut short or not a dump, or is of a version this reader does not know.
     pub fn read(path: &Path) -> Result<Self, ReadError> {
         let io = |source| ReadError::Io { path: path.to_owned(), source };
         let mut file = File::open(path).map_err(io)?;
-        let len = file.metadata().map_err(io)?.len();
+        let about = file.metadata().map_err(io)?;
+        if about.is_dir() {
+            return folder::read_head(path);
+        }
+        let len = about.len();
         let mut front = Vec::new();
         (&mut file).take(8).read_to_end(&mut front).map_err(io)?;
         let header_len = header_len(path, &front)?;
@@ -206,9 +210,6 @@ impl Layout {
             data_hash: self.data_hash,
             token_ids,
             hidden_size: self.hidden_size,
-            data_start: self.data_start,
-            states_start: self.data_start + self.states.0,
-            states_end: self.data_start + self.states.1,
         })
     }
 }
@@ -217,11 +218,20 @@ fn dtype_name(dtype: safetensors::Dtype) -> String {
     format!("{dtype:?}")
 }
 
-/// A whole dump, mapped into memory.
+/// A whole dump, mapped into memory: a file, or a folder of the legacy layout.
 #[derive(Debug)]
 pub struct DumpFile {
     head: Head,
-    bytes: Mmap,
+    states: States,
+}
+
+/// Where the hidden states are.
+#[derive(Debug)]
+enum States {
+    /// The planes of a token side by side, in one file.
+    File { bytes: Mmap, data_start: usize, states: Range<usize> },
+    /// Each plane in a file of its own.
+    Folder(Vec<folder::Plane>),
 }
 
 impl DumpFile {
@@ -232,13 +242,20 @@ impl DumpFile {
     pub fn open(path: &Path) -> Result<Self, ReadError> {
         let io = |source| ReadError::Io { path: path.to_owned(), source };
         let file = File::open(path).map_err(io)?;
+        if file.metadata().map_err(io)?.is_dir() {
+            let head = folder::read_head(path)?;
+            let planes = folder::open_planes(path, &head)?;
+            return Ok(Self { head, states: States::Folder(planes) });
+        }
         let bytes = crate::map::read_only(&file).map_err(io)?;
         let header_len = header_len(path, bytes.get(..8).unwrap_or(&bytes))?;
         let front = bytes.get(..8 + header_len as usize).unwrap_or(&bytes);
         let layout = Layout::parse(path, front, bytes.len() as u64)?;
-        let ids = layout.data_start..layout.data_start + layout.num_tokens * size_of::<i64>();
+        let data_start = layout.data_start;
+        let states = data_start + layout.states.0..data_start + layout.states.1;
+        let ids = data_start..data_start + layout.num_tokens * size_of::<i64>();
         let head = layout.head(&bytes[ids])?;
-        Ok(Self { head, bytes })
+        Ok(Self { head, states: States::File { bytes, data_start, states } })
     }
 
     /// What the dump says about itself, and its tokens.
@@ -246,14 +263,37 @@ impl DumpFile {
         &self.head
     }
 
-    /// `[num_tokens, planes, hidden_size]`, row-major, little-endian, in the dump's dtype.
-    pub fn hidden_states(&self) -> &[u8] {
-        &self.bytes[self.head.states_start..self.head.states_end]
+    /// `[num_tokens, planes, hidden_size]`, row-major, little-endian, in the dump's dtype. Of a folder it is a copy.
+    pub fn hidden_states(&self) -> Cow<'_, [u8]> {
+        match &self.states {
+            States::File { bytes, states, .. } => Cow::Borrowed(&bytes[states.clone()]),
+            States::Folder(_) => {
+                let tokens = 0..self.head.num_tokens();
+                let rows = tokens.flat_map(|token| (0..self.head.planes()).map(move |plane| (token, plane)));
+                Cow::Owned(rows.flat_map(|(token, plane)| self.row(token, plane)).copied().collect())
+            }
+        }
     }
 
     /// The plane of `point`, if the dump has it.
     pub fn find(&self, point: CapturePoint) -> Option<usize> {
         self.head.metadata.points.iter().position(|&p| p == point)
+    }
+
+    /// The `hidden_size` elements of `token` in plane `plane`.
+    ///
+    /// # Panics
+    /// If the dump has no such token or plane.
+    pub fn row(&self, token: usize, plane: usize) -> &[u8] {
+        let planes = self.head.planes();
+        assert!(plane < planes, "plane {plane} of {planes}");
+        let row = self.head.hidden_size * self.head.metadata.dtype.size();
+        match &self.states {
+            States::File { bytes, states, .. } => {
+                &bytes[states.clone()][(token * planes + plane) * row..][..row]
+            }
+            States::Folder(of_planes) => &of_planes[plane].bytes()[token * row..][..row],
+        }
     }
 
     /// The rows of plane `plane`, each `hidden_size` elements long, in token order.
@@ -263,11 +303,7 @@ impl DumpFile {
     pub fn plane(&self, plane: usize) -> impl ExactSizeIterator<Item = &[u8]> {
         let planes = self.head.planes();
         assert!(plane < planes, "plane {plane} of {planes}");
-        let row = self.head.hidden_size * self.head.metadata.dtype.size();
-        (0..self.head.num_tokens()).map(move |token| {
-            let start = (token * planes + plane) * row;
-            &self.hidden_states()[start..start + row]
-        })
+        (0..self.head.num_tokens()).map(move |token| self.row(token, plane))
     }
 
     /// Checks the contents against what the dump says of them: data hash, token hash, every value finite. Shape and
@@ -277,7 +313,10 @@ impl DumpFile {
     /// The first thing found to be wrong.
     pub fn verify(&self) -> Result<(), VerifyError> {
         let head = &self.head;
-        let found = TokenHash(xxh3_128(&self.bytes[head.data_start..]));
+        let found = match &self.states {
+            States::File { bytes, data_start, .. } => TokenHash(xxh3_128(&bytes[*data_start..])),
+            States::Folder(planes) => folder::data_hash(&head.token_ids, planes),
+        };
         if found != head.data_hash {
             return Err(VerifyError::DataHash { found, recorded: head.data_hash });
         }
@@ -285,11 +324,28 @@ impl DumpFile {
         if found != head.metadata.token_hash {
             return Err(VerifyError::TokenHash { found, recorded: head.metadata.token_hash });
         }
-        if let Some(element) = head.metadata.dtype.first_non_finite(self.hidden_states()) {
-            let (row, channel) = (element / head.hidden_size, element % head.hidden_size);
-            let point = head.metadata.points[row % head.planes()];
-            return Err(VerifyError::NotFinite { token: row / head.planes(), point, channel });
+        match self.first_non_finite() {
+            Some((token, plane, channel)) => {
+                Err(VerifyError::NotFinite { token, point: head.metadata.points[plane], channel })
+            }
+            None => Ok(()),
         }
-        Ok(())
+    }
+
+    /// Token, plane and channel of the first value, in the order they are stored, that is not finite.
+    fn first_non_finite(&self) -> Option<(usize, usize, usize)> {
+        let (dtype, hidden, planes) =
+            (self.head.metadata.dtype, self.head.hidden_size, self.head.metadata.points.len());
+        match &self.states {
+            States::File { bytes, states, .. } => {
+                let element = dtype.first_non_finite(&bytes[states.clone()])?;
+                let row = element / hidden;
+                Some((row / planes, row % planes, element % hidden))
+            }
+            States::Folder(of_planes) => of_planes.iter().enumerate().find_map(|(plane, states)| {
+                let element = dtype.first_non_finite(states.bytes())?;
+                Some((element / hidden, plane, element % hidden))
+            }),
+        }
     }
 }

@@ -68,7 +68,7 @@ pub struct TorchFile<W: Write + Seek> {
 impl<W: Write + Seek> TorchFile<W> {
     /// A file whose bytes go to `writer`.
     pub fn new(writer: W) -> Self {
-        Self { zip: ZipWriter::new(writer), pickle: Pickle::new(), tensors: 0 }
+        Self { zip: ZipWriter::new(writer), pickle: Pickle::dict(), tensors: 0 }
     }
 
     /// Adds the tensor `key` of `shape`, whose row-major little-endian elements are the bytes of `chunks`, in order.
@@ -82,9 +82,22 @@ impl<W: Write + Seek> TorchFile<W> {
         shape: &[usize],
         chunks: impl IntoIterator<Item = &'a [u8]>,
     ) -> io::Result<()> {
-        let numel: usize = shape.iter().product();
-        let expected = numel * storage.size();
+        let name = self.data(key, storage, shape, chunks)?;
+        self.pickle.tensor(key, storage.class(), &name, shape);
+        Ok(())
+    }
+
+    /// Writes the bytes of a tensor as an entry of its own and returns the entry's name.
+    fn data<'a>(
+        &mut self,
+        key: &str,
+        storage: Storage,
+        shape: &[usize],
+        chunks: impl IntoIterator<Item = &'a [u8]>,
+    ) -> io::Result<String> {
+        let expected = shape.iter().product::<usize>() * storage.size();
         let name = self.tensors.to_string();
+        self.tensors += 1;
         self.start(&format!("data/{name}"), expected as u64)?;
         let mut written = 0;
         for chunk in chunks {
@@ -95,9 +108,7 @@ impl<W: Write + Seek> TorchFile<W> {
             let what = format!("tensor `{key}` of shape {shape:?} is {expected} bytes, {written} were given");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         }
-        self.pickle.tensor(key, storage.class(), &name, numel, shape);
-        self.tensors += 1;
-        Ok(())
+        Ok(name)
     }
 
     /// Adds the string `value` under `key`.
@@ -110,8 +121,13 @@ impl<W: Write + Seek> TorchFile<W> {
     /// # Errors
     /// The writer's.
     pub fn finish(mut self) -> io::Result<W> {
-        let pickle = std::mem::replace(&mut self.pickle, Pickle::new()).finish();
-        for (name, contents) in [("data.pkl", &pickle[..]), ("byteorder", b"little"), ("version", b"3\n")] {
+        let pickle = std::mem::replace(&mut self.pickle, Pickle::dict()).finish_dict();
+        self.close(&pickle)
+    }
+
+    /// Writes what makes an archive of the entries that are there, and gives back the writer.
+    fn close(mut self, pickle: &[u8]) -> io::Result<W> {
+        for (name, contents) in [("data.pkl", pickle), ("byteorder", b"little"), ("version", b"3\n")] {
             self.start(name, contents.len() as u64)?;
             self.zip.write_all(contents)?;
         }
@@ -127,4 +143,19 @@ impl<W: Write + Seek> TorchFile<W> {
             .with_alignment(ALIGNMENT);
         Ok(self.zip.start_file(format!("{ROOT}/{name}"), options)?)
     }
+}
+
+/// Writes one file that `torch.load` gives back as a single tensor, and returns the writer.
+///
+/// # Errors
+/// As [`TorchFile::tensor`].
+pub fn write_tensor<'a, W: Write + Seek>(
+    writer: W,
+    storage: Storage,
+    shape: &[usize],
+    chunks: impl IntoIterator<Item = &'a [u8]>,
+) -> io::Result<W> {
+    let mut file = TorchFile::new(writer);
+    let name = file.data("the tensor", storage, shape, chunks)?;
+    file.close(&Pickle::tensor_alone(storage.class(), &name, shape))
 }

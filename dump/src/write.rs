@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FlockOperation, flock};
 use xxhash_rust::xxh3::Xxh3Default;
 
+use crate::folder::FOLDER_PREFIX;
 use crate::{Metadata, RequestId};
 
 /// Width of a hash in hex, and of the placeholder that it replaces.
@@ -97,7 +98,7 @@ impl Dump<'_> {
         [self.token_ids.len(), self.metadata.points.len(), self.hidden_size]
     }
 
-    fn check(&self) -> Result<(), PublishError> {
+    pub(crate) fn check(&self) -> Result<(), PublishError> {
         let [num_tokens, planes, hidden_size] = self.shape();
         let dtype = self.metadata.dtype;
         let expected = num_tokens * planes * hidden_size * dtype.size();
@@ -214,28 +215,29 @@ pub fn publish(
 }
 
 impl Dump<'_> {
-    fn not_finite(&self, element: usize) -> PublishError {
+    pub(crate) fn not_finite(&self, element: usize) -> PublishError {
         let [_, planes, hidden] = self.shape();
         let (row, channel) = (element / hidden, element % hidden);
         PublishError::NotFinite { token: row / planes, point: self.metadata.points[row % planes], channel }
     }
 }
 
-const TEMPORARY_SUFFIX: &str = ".tmp";
+pub(crate) const TEMPORARY_SUFFIX: &str = ".tmp";
 
-fn temporary_prefix(id: RequestId) -> String {
+pub(crate) fn temporary_prefix(id: RequestId) -> String {
     format!(".{id}.")
 }
 
-/// Whether `name` is that of a dump under way.
+/// Whether `name` is that of a dump under way, a file or a folder.
 fn is_temporary(name: &str) -> bool {
     name.strip_prefix('.')
+        .map(|rest| rest.strip_prefix(FOLDER_PREFIX).unwrap_or(rest))
         .and_then(|rest| rest.strip_suffix(TEMPORARY_SUFFIX))
         .and_then(|rest| rest.split_once('.'))
         .is_some_and(|(id, _)| id.parse::<RequestId>().is_ok())
 }
 
-/// Removes what a writer that was killed left in `dir`, and returns how many files that was. Files that a living
+/// Removes what a writer that was killed left in `dir`, and returns how many dumps that was. Those that a living
 /// process is writing stay.
 ///
 /// # Errors
@@ -253,7 +255,9 @@ pub fn remove_stale_temporaries(dir: &Path) -> io::Result<usize> {
         if writing {
             continue;
         }
-        match fs::remove_file(entry.path()) {
+        let folder = entry.file_type()?.is_dir();
+        let path = entry.path();
+        match if folder { fs::remove_dir_all(path) } else { fs::remove_file(path) } {
             Ok(()) => removed += 1,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
@@ -270,9 +274,14 @@ mod tests {
     fn only_names_of_dumps_under_way_count_as_temporaries() {
         let id = RequestId::new();
         assert!(is_temporary(&format!(".{id}.x1Y2z3.tmp")));
-        for other in
-            [format!("{id}.safetensors"), format!(".{id}.tmp"), ".nfs0001.tmp".into(), ".x.y.tmp".into()]
-        {
+        assert!(is_temporary(&format!(".req_{id}.x1Y2z3.tmp")));
+        for other in [
+            format!("{id}.safetensors"),
+            format!("req_{id}"),
+            format!(".{id}.tmp"),
+            ".nfs0001.tmp".into(),
+            ".x.y.tmp".into(),
+        ] {
             assert!(!is_temporary(&other), "{other}");
         }
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::try_join_all;
 use serde_json::{Value, json};
-use tether_dump::{RequestId, dump_path};
+use tether_dump::{DumpLayout, RequestId};
 use tokio::sync::{Notify, oneshot};
 
 use crate::budget::{Budget, Reservation};
@@ -147,7 +147,7 @@ impl App {
         }
         for plan in plans.iter().filter(|plan| plan.capture.is_some()) {
             let id = plan.identity.id;
-            if dump_path(&self.dump_dir, id).exists() {
+            if DumpLayout::find(&self.dump_dir, id).is_some() {
                 return Err(ApiError::AlreadyPublished { id });
             }
         }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use tether_dump::DumpLayout;
 use tokio::sync::Notify;
 
 use crate::error::ApiError;
@@ -209,7 +210,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// Bytes of the files in `dir` that readers can see, after deleting dumps older than `ttl`; and how many those were.
+/// Bytes of the files in `dir` and of dumps in folders that readers can see, after deleting dumps older than `ttl`; and how many those were.
 /// Dot-names are dumps under way, which their reservations count.
 fn measure(dir: &Path, ttl: Option<Duration>) -> io::Result<(u64, u64)> {
     let (mut bytes, mut expired) = (0, 0);
@@ -226,21 +227,43 @@ fn measure(dir: &Path, ttl: Option<Duration>) -> io::Result<(u64, u64)> {
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(error) => return Err(error),
         };
-        if !metadata.is_file() {
-            continue;
-        }
+        let len = match metadata.is_dir() {
+            true if is_dump(&name) => folder_len(&entry.path())?,
+            true => continue,
+            false if metadata.is_file() => metadata.len(),
+            false => continue,
+        };
         let age = metadata.modified().ok().and_then(|at| now.duration_since(at).ok()).unwrap_or_default();
-        if ttl.is_some_and(|ttl| age > ttl) && is_dump(&name) && fs::remove_file(entry.path()).is_ok() {
+        if ttl.is_some_and(|ttl| age > ttl) && is_dump(&name) && DumpLayout::remove(&entry.path()).is_ok() {
             expired += 1;
         } else {
-            bytes += metadata.len();
+            bytes += len;
         }
     }
     Ok((bytes, expired))
 }
 
+/// Bytes of the files in a dump of the legacy layout.
+fn folder_len(folder: &Path) -> io::Result<u64> {
+    let gone = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
+    let files = match fs::read_dir(folder) {
+        // Deleted by its reader since the listing, as each of the files may be.
+        Err(error) if gone(&error) => return Ok(0),
+        files => files?,
+    };
+    let mut bytes = 0;
+    for file in files {
+        match file.and_then(|file| file.metadata()) {
+            Err(error) if gone(&error) => {}
+            metadata => bytes += metadata?.len(),
+        }
+    }
+    Ok(bytes)
+}
+
 fn is_dump(name: &std::ffi::OsStr) -> bool {
-    let id = name.to_str().and_then(|name| name.strip_suffix(".safetensors"));
+    let name = name.to_str();
+    let id = name.and_then(|name| name.strip_suffix(".safetensors").or(name.strip_prefix("req_")));
     id.is_some_and(|id| id.parse::<tether_dump::RequestId>().is_ok())
 }
 
@@ -255,6 +278,24 @@ mod tests {
 
     const SOON: Duration = Duration::from_millis(100);
     const LONG: Duration = Duration::from_secs(30);
+
+    #[test]
+    fn folders_of_dumps_count_with_all_their_files_and_expire_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = tether_dump::folder_path(dir.path(), RequestId::new());
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join("aux_0.pt"), [0; 700]).unwrap();
+        fs::write(folder.join("meta.json"), [0; 50]).unwrap();
+        fs::write(folder.join("done"), []).unwrap();
+        fs::create_dir(dir.path().join("somebody's")).unwrap();
+        fs::write(dir.path().join("somebody's/file"), [0; 9000]).unwrap();
+        assert_eq!(measure(dir.path(), None).unwrap(), (750, 0));
+        assert_eq!(measure(dir.path(), Some(LONG)).unwrap(), (750, 0));
+        let old = SystemTime::now() - 2 * LONG;
+        fs::File::open(&folder).unwrap().set_modified(old).unwrap();
+        assert_eq!(measure(dir.path(), Some(LONG)).unwrap(), (0, 1));
+        assert!(!folder.exists());
+    }
 
     fn budget(dir: &Path, limit: u64, ttl: Option<Duration>) -> Arc<Budget> {
         Budget::new(dir, limit, ttl, &Metrics::unregistered()).unwrap()

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use clap::{Parser, ValueEnum};
 use tch::Device;
-use tether_dump::{Dtype, FinalState};
+use tether_dump::{Dtype, DumpLayout, FinalState};
 use tether_model::{CaptureSpec, Config, DtypeChoice, InvalidCapture, LoadError, default_points};
 
 use crate::plan::{CaptureDefaults, CaptureMode, ModelInfo};
@@ -61,6 +61,10 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value = "8192", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_batch_tokens: u32,
 
+    /// Form of a dump: file, <request id>.safetensors; or directory, req_<request id>/ with a PyTorch file a plane, for
+    /// clients that scan a directory
+    #[arg(long, value_name = "LAYOUT", default_value = "file")]
+    pub dump_layout: DumpLayout,
     /// Bytes that dumps may take before new requests wait, then get 503
     #[arg(long, value_name = "SIZE", default_value = "64GiB")]
     pub dump_budget: ByteSize,
@@ -247,7 +251,13 @@ impl Args {
             Capture::Tagged => CaptureMode::Tagged,
             Capture::All => CaptureMode::All,
         };
-        Ok(CaptureDefaults { points, final_state: self.final_state, spec: Arc::new(spec), mode })
+        Ok(CaptureDefaults {
+            points,
+            final_state: self.final_state,
+            spec: Arc::new(spec),
+            mode,
+            layout: self.dump_layout,
+        })
     }
 }
 

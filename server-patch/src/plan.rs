@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
-use tether_dump::{Dtype, FinalState, Metadata, Rows, TokenHash};
+use tether_dump::{Dtype, DumpLayout, FinalState, Metadata, Rows, TokenHash};
 use tether_model::{CapturePoint, CaptureSpec};
 
 use crate::error::ApiError;
@@ -55,6 +55,8 @@ pub struct CaptureDefaults {
     pub spec: Arc<CaptureSpec>,
     /// Who gets it.
     pub mode: CaptureMode,
+    /// Form of a dump on disk.
+    pub layout: DumpLayout,
 }
 
 /// Turns requests into plans.
@@ -254,7 +256,7 @@ impl Planner {
             Rows::Prompt => prompt_tokens,
             Rows::All => prompt_tokens + max_new_tokens.saturating_sub(1),
         };
-        let max_bytes = tether_dump::encoded_len(&metadata, most_rows, self.model.hidden_size);
+        let max_bytes = self.defaults.layout.most_bytes(&metadata, most_rows, self.model.hidden_size);
         Ok(Some(CapturePlan { spec, metadata, max_bytes }))
     }
 

@@ -8,7 +8,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use tether_dump::{CapturePoint, Dtype, Dump, FinalState, Metadata, PublishError, Rows, TokenHash, publish};
+use tether_dump::{
+    CapturePoint, Dtype, Dump, DumpLayout, FinalState, Metadata, PublishError, Rows, TokenHash,
+};
 use tokio::sync::oneshot;
 
 use crate::engine::{Done, Finish, JobCapture, States, Ticket, Withdrawn};
@@ -18,7 +20,7 @@ use crate::metrics::{DumpOutcome, Metrics};
 /// What a reply says about a published dump.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct CaptureReply {
-    /// The file.
+    /// The file, or the folder.
     pub path: PathBuf,
     /// The planes by name.
     pub points: Vec<CapturePoint>,
@@ -40,6 +42,8 @@ pub struct CaptureReply {
 pub struct SinkOptions {
     /// The dump directory.
     pub dir: PathBuf,
+    /// Their form on disk.
+    pub layout: DumpLayout,
     /// Whether a published dump survives a power cut.
     pub fsync: bool,
     /// Threads.
@@ -257,7 +261,7 @@ impl Write {
             hidden_states,
             hidden_size: options.hidden_size,
         };
-        publish(&options.dir, &dump, options.fsync, &|| {
+        options.layout.publish(&options.dir, &dump, options.fsync, &|| {
             self.ticket.withdrawn().is_some() || self.reply.is_closed()
         })
     }
@@ -272,7 +276,7 @@ impl Write {
 
 /// Removes a dump that nobody will be told about.
 pub(crate) fn remove(path: &Path) {
-    match std::fs::remove_file(path) {
+    match DumpLayout::remove(path) {
         Ok(()) => {}
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
         Err(error) => {

@@ -116,6 +116,7 @@ pub async fn run(args: Args) -> Result<(), StartError> {
     let sink = Sink::start(
         SinkOptions {
             dir: dump_dir.clone(),
+            layout: args.dump_layout,
             fsync: args.fsync,
             writers: args.writers as usize,
             buffer_bytes: args.write_buffer.0,
@@ -252,6 +253,7 @@ fn table(args: &Args, planner: &Planner, dump_dir: &Path, address: &str) {
             max_batch_tokens = args.max_batch_tokens,
             dump_dir = %dump_dir.display(),
             dump_budget = %args.dump_budget,
+            dump_layout = %args.dump_layout,
             fsync = args.fsync,
             "starting"
         );
@@ -288,8 +290,9 @@ fn table(args: &Args, planner: &Planner, dump_dir: &Path, address: &str) {
         (
             "dumps",
             format!(
-                "{} ({}, budget {}{})",
+                "{} ({} layout, {}, budget {}{})",
                 dump_dir.display(),
+                args.dump_layout,
                 auto(args.dump_dtype),
                 args.dump_budget,
                 if args.fsync { ", fsync" } else { "" }

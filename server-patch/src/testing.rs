@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use prometheus::Registry;
-use tether_dump::{Dtype, FinalState};
+use tether_dump::{Dtype, DumpLayout, FinalState};
 use tether_model::CaptureSpec;
 
 use crate::app::{App, Lifecycle};
@@ -24,6 +24,7 @@ pub(crate) const CONTEXT: usize = 64;
 pub(crate) struct Fixture {
     pub(crate) model: FakeModel,
     pub(crate) mode: CaptureMode,
+    pub(crate) layout: DumpLayout,
     pub(crate) budget: u64,
     pub(crate) queue_timeout: Duration,
     pub(crate) max_queued: usize,
@@ -36,6 +37,7 @@ impl Default for Fixture {
         Self {
             model: FakeModel::default(),
             mode: CaptureMode::Tagged,
+            layout: DumpLayout::File,
             budget: 1 << 30,
             queue_timeout: Duration::from_secs(60),
             max_queued: 100,
@@ -60,7 +62,13 @@ pub(crate) fn planner(mode: CaptureMode) -> Planner {
             context: CONTEXT,
             eos_token_ids: vec![EOS],
         },
-        defaults: CaptureDefaults { points, final_state: FinalState::PreNorm, spec: Arc::new(spec), mode },
+        defaults: CaptureDefaults {
+            points,
+            final_state: FinalState::PreNorm,
+            spec: Arc::new(spec),
+            mode,
+            layout: DumpLayout::File,
+        },
         tokenizer: None,
         dump_dtype: OnceLock::from(Dtype::Float32),
         server: "tether-server test".to_owned(),
@@ -71,6 +79,7 @@ impl Fixture {
     pub(crate) fn sink(&self, dir: &Path, metrics: &Metrics) -> Sink {
         let options = SinkOptions {
             dir: dir.to_owned(),
+            layout: self.layout,
             fsync: false,
             writers: 2,
             buffer_bytes: self.buffer_bytes,

@@ -1,6 +1,6 @@
 //! The few opcodes of pickle protocol 2 that a dict of tensors needs.
 
-/// A dict under construction.
+/// A pickle under construction.
 pub(super) struct Pickle(Vec<u8>);
 
 const PROTO_2: &[u8] = b"\x80\x02";
@@ -19,10 +19,19 @@ const BINPERSID: u8 = b'Q';
 const REDUCE: u8 = b'R';
 
 impl Pickle {
-    pub(super) fn new() -> Self {
+    /// A dict without entries yet; [`finish_dict`](Self::finish_dict) ends it.
+    pub(super) fn dict() -> Self {
         let mut bytes = PROTO_2.to_vec();
         bytes.extend([EMPTY_DICT, MARK]);
         Self(bytes)
+    }
+
+    /// A whole pickle of one tensor.
+    pub(super) fn tensor_alone(class: &str, name: &str, shape: &[usize]) -> Vec<u8> {
+        let mut pickle = Self(PROTO_2.to_vec());
+        pickle.rebuilt(class, name, shape);
+        pickle.0.push(STOP);
+        pickle.0
     }
 
     /// `key: value`, both text.
@@ -32,8 +41,12 @@ impl Pickle {
     }
 
     /// `key: torch._utils._rebuild_tensor_v2(storage, 0, shape, stride, False, OrderedDict())`, contiguous.
-    pub(super) fn tensor(&mut self, key: &str, class: &str, name: &str, numel: usize, shape: &[usize]) {
+    pub(super) fn tensor(&mut self, key: &str, class: &str, name: &str, shape: &[usize]) {
         self.text(key);
+        self.rebuilt(class, name, shape);
+    }
+
+    fn rebuilt(&mut self, class: &str, name: &str, shape: &[usize]) {
         self.global("torch._utils", "_rebuild_tensor_v2");
         self.0.push(MARK);
         // The storage, by persistent ID: ("storage", class, name, device, elements).
@@ -42,7 +55,7 @@ impl Pickle {
         self.global("torch", class);
         self.text(name);
         self.text("cpu");
-        self.int(numel);
+        self.int(shape.iter().product());
         self.0.extend([TUPLE, BINPERSID]);
         self.int(0);
         self.tuple(shape);
@@ -53,7 +66,7 @@ impl Pickle {
         self.0.extend([TUPLE, REDUCE]);
     }
 
-    pub(super) fn finish(mut self) -> Vec<u8> {
+    pub(super) fn finish_dict(mut self) -> Vec<u8> {
         self.0.extend([SETITEMS, STOP]);
         self.0
     }

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use serde::Serialize;
 use serde_json::Value;
 use tempfile::TempPath;
-use tether_dump::{DumpFile, RequestId, VerifyError};
+use tether_dump::{DumpFile, DumpLayout, Head, RequestId, VerifyError};
 
 use super::{Extractor, Step};
 use crate::{
@@ -195,7 +195,7 @@ impl Extractor {
     /// Finds the dump: at its path if that can be read here, else through the proxy.
     async fn locate(&self, lease: &Lease) -> Result<Source, AttemptError> {
         if let Some(path) = &lease.path
-            && File::open(path).is_ok_and(|file| file.metadata().is_ok_and(|metadata| metadata.is_file()))
+            && is_readable_dump(path)
         {
             return Ok(Source::Shared(path.clone()));
         }
@@ -315,10 +315,11 @@ impl Extractor {
     pub(crate) async fn try_discard(&self, lease: &Lease) -> bool {
         let id = lease.request_id;
         // A path out of a reply is only ever deleted if it is the name that this request's dump has.
-        let name = format!("{id}.safetensors");
-        let shared =
-            lease.path.as_ref().filter(|path| path.file_name().is_some_and(|found| found == name.as_str()));
-        if shared.is_some_and(|path| std::fs::remove_file(path).is_ok()) {
+        let names = [DumpLayout::File, DumpLayout::Directory].map(|layout| layout.path(Path::new(""), id));
+        let shared = lease.path.as_ref().filter(|path| {
+            path.file_name().is_some_and(|found| names.iter().any(|name| name.as_os_str() == found))
+        });
+        if shared.is_some_and(|path| DumpLayout::remove(path).is_ok()) {
             return true;
         }
         match self.client.delete_dump(id).await {
@@ -329,5 +330,16 @@ impl Extractor {
                 false
             }
         }
+    }
+}
+
+/// Whether there is a dump at `path` that this user may read: a file, or a folder of the legacy layout. Contents that are
+/// wrong are found later, and are an error of their own.
+fn is_readable_dump(path: &Path) -> bool {
+    let Ok(file) = File::open(path) else { return false };
+    match file.metadata() {
+        Ok(metadata) if metadata.is_dir() => Head::read(path).is_ok(),
+        Ok(metadata) => metadata.is_file(),
+        Err(_) => false,
     }
 }

@@ -163,12 +163,8 @@ fn write_states(
     let shape = [1, head.num_tokens(), points.len() * head.hidden_size];
     let planes: Vec<usize> =
         points.iter().map(|point| dump.find(*point).expect("the points are taken from the dump")).collect();
-    let row = head.hidden_size * head.metadata.dtype.size();
-    let states = dump.hidden_states();
-    let slices = (0..head.num_tokens()).flat_map(|token| {
-        let start = token * head.planes() * row;
-        planes.iter().map(move |plane| &states[start + plane * row..][..row])
-    });
+    let slices =
+        (0..head.num_tokens()).flat_map(|token| planes.iter().map(move |plane| dump.row(token, *plane)));
     if head.metadata.dtype == Dtype::BFloat16 {
         return Ok(out.tensor(key, Storage::BFloat16, &shape, slices)?);
     }
