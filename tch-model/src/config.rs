@@ -1,15 +1,21 @@
 //! `config.json`: what the forward pass depends on, checked key by key.
 
+mod keys;
+mod quantisation;
 mod raw;
 mod rope;
+mod wrapper;
 
 use std::fmt;
 use std::fs;
 use std::path::Path;
 
+use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use crate::LoadError;
+pub(crate) use quantisation::{Modules, NVFP4_GROUP};
+pub use quantisation::{Quantisation, Scheme};
 use raw::RawConfig;
 pub use rope::{RopeConfig, Yarn};
 
@@ -78,6 +84,8 @@ pub struct Config {
     pub eos_token_id: Vec<i64>,
     /// What the weights are said to be stored as: `torch_dtype`, in transformers 5 `dtype`.
     pub torch_dtype: Option<String>,
+    /// How quantised weights are stored, if any are.
+    pub quantisation: Option<Quantisation>,
     hash: String,
 }
 
@@ -118,8 +126,22 @@ impl Config {
     pub fn read(dir: &Path) -> Result<Self, LoadError> {
         let path = dir.join("config.json");
         let bytes = fs::read(&path).map_err(|source| LoadError::Read { path: path.clone(), source })?;
-        let raw = serde_json::from_slice(&bytes).map_err(|source| LoadError::Json { path, source })?;
-        Self::check(raw, hex(&Sha256::digest(&bytes)))
+        let json = |source| LoadError::Json { path: path.clone(), source };
+        let mut text = wrapper::unwrap(serde_json::from_slice(&bytes).map_err(json)?)?;
+        // Taken out first: whoever is no object here is told so by name.
+        let quantisation = match text.remove("quantization_config") {
+            None | Some(Value::Null) => Quantisation::modelopt_file(dir)?,
+            Some(Value::Object(object)) => Some(object),
+            Some(other) => {
+                return Err(LoadError::unsupported(
+                    "quantization_config",
+                    raw::shortened(&other),
+                    "an object",
+                ));
+            }
+        };
+        let raw = serde_json::from_value(Value::Object(text)).map_err(json)?;
+        Self::check(raw, quantisation.as_ref(), hex(&Sha256::digest(&bytes)))
     }
 
     /// SHA-256 of the bytes of `config.json`, in lower-case hex.
@@ -137,7 +159,11 @@ impl Config {
         self.n_routed_experts > 0 && layer >= self.first_k_dense_replace && layer % self.moe_layer_freq == 0
     }
 
-    fn check(raw: RawConfig, hash: String) -> Result<Self, LoadError> {
+    fn check(
+        raw: RawConfig,
+        quantisation: Option<&Map<String, Value>>,
+        hash: String,
+    ) -> Result<Self, LoadError> {
         let architecture = raw.architecture()?;
         raw.refuse_what_is_not_implemented()?;
         let v3 = architecture == Architecture::DeepseekV3;
@@ -150,7 +176,13 @@ impl Config {
             let supported = format!("as many as `num_attention_heads` ({heads})");
             return Err(LoadError::unsupported("num_key_value_heads", kv_heads, supported));
         }
-        let n_group = positive("n_group", raw.n_group, Some(if v3 && has_experts { 8 } else { 1 }))?;
+        // Null means no groups, absent the reference's default.
+        let groups = |value: Option<Option<i64>>, default| match value {
+            Some(None) => Some(1),
+            Some(value) => value,
+            None => Some(default),
+        };
+        let n_group = positive("n_group", groups(raw.n_group, if v3 && has_experts { 8 } else { 1 }), None)?;
         let config = Self {
             architecture,
             vocab_size: positive("vocab_size", raw.vocab_size, None)?,
@@ -190,8 +222,8 @@ impl Config {
             n_group,
             topk_group: positive(
                 "topk_group",
-                raw.topk_group,
-                Some(if v3 && n_group == 8 { 4 } else { n_group }),
+                groups(raw.topk_group, if v3 && n_group == 8 { 4 } else { n_group }),
+                None,
             )?,
             norm_topk_prob: raw.norm_topk_prob.unwrap_or(v3),
             routed_scaling_factor: raw.routed_scaling_factor.unwrap_or(if v3 { 2.5 } else { 1.0 }),
@@ -203,6 +235,7 @@ impl Config {
             bos_token_id: raw.bos_token_id,
             eos_token_id: raw.eos_token_id.map(Vec::from).unwrap_or_default(),
             torch_dtype: raw.torch_dtype.or(raw.dtype),
+            quantisation: quantisation.map(Quantisation::read).transpose()?,
             hash,
         };
         config.check_together()?;

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value};
 
+use super::keys::is_off;
 use super::{Architecture, TopkMethod, natural};
 use crate::LoadError;
 
@@ -33,8 +34,10 @@ pub(super) struct RawConfig {
     pub(super) v_head_dim: Option<i64>,
     topk_method: Option<String>,
     scoring_func: Option<String>,
-    pub(super) n_group: Option<i64>,
-    pub(super) topk_group: Option<i64>,
+    #[serde(default, deserialize_with = "present")]
+    pub(super) n_group: Option<Option<i64>>,
+    #[serde(default, deserialize_with = "present")]
+    pub(super) topk_group: Option<Option<i64>>,
     pub(super) norm_topk_prob: Option<bool>,
     pub(super) routed_scaling_factor: Option<f64>,
     pub(super) rms_norm_eps: Option<f64>,
@@ -81,43 +84,71 @@ fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Option<i
 /// Keys that do not change a prefill: bookkeeping, training, generation and placement. Any other key that is not one
 /// of [`RawConfig`]'s may change the numbers, so it is refused rather than ignored.
 const INERT: &[&str] = &[
+    "add_cross_attention",
     "attention_dropout",
     "auto_map",
     "aux_loss_alpha",
+    "bad_words_ids",
     "begin_suppress_tokens",
     "chunk_size_feed_forward",
+    "cross_attention_hidden_size",
     "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
     "ep_size",
+    "exponential_decay_length_penalty",
     "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
     "head_dim",
     "id2label",
     "initializer_range",
     "is_decoder",
     "is_encoder_decoder",
     "label2id",
+    "length_penalty",
     "max_length",
+    "min_length",
     "name_or_path",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
     "num_mtp_layers",
     "num_nextn_predict_layers",
+    "num_return_sequences",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
+    "output_scores",
     "pad_token_id",
     "prefix",
     "pretraining_tp",
     "problem_type",
     "qk_head_dim",
+    "remove_invalid_values",
+    "repetition_penalty",
     "return_dict",
+    "return_dict_in_generate",
     "router_aux_loss_coef",
     "sep_token_id",
     "seq_aux",
+    "suppress_tokens",
     "task_specific_params",
+    "temperature",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
     "tokenizer_class",
+    "top_k",
+    "top_p",
     "torchscript",
-    "transformers_version",
     "transformers.js_config",
+    "transformers_version",
+    "typical_p",
     "unsloth_fixed",
     "unsloth_version",
+    "use_bfloat16",
     "use_cache",
 ];
 
@@ -131,9 +162,9 @@ impl RawConfig {
                 Err(LoadError::unsupported("architectures", names.join(", "), supported))
             }
             (_, Some("deepseek_v2")) => Ok(Architecture::DeepseekV2),
-            (_, Some("deepseek_v3")) => Ok(Architecture::DeepseekV3),
+            (_, Some("deepseek_v3" | "kimi_k2")) => Ok(Architecture::DeepseekV3),
             (_, Some(other)) => {
-                Err(LoadError::unsupported("model_type", other, "deepseek_v2 and deepseek_v3"))
+                Err(LoadError::unsupported("model_type", other, "deepseek_v2, deepseek_v3 and kimi_k2"))
             }
             (_, None) => Err(LoadError::MissingKey {
                 key: "architectures".to_owned(),
@@ -153,12 +184,10 @@ impl RawConfig {
             return Err(LoadError::unsupported("rope_interleave", false, "true"));
         }
         for (key, value) in &self.rest {
-            let off = matches!(value, Value::Null | Value::Bool(false));
-            if off || key.starts_with('_') || INERT.contains(&key.as_str()) {
+            if is_off(value) || key.starts_with('_') || INERT.contains(&key.as_str()) {
                 continue;
             }
             let supported = match key.as_str() {
-                "quantization_config" => "float32, bfloat16 and float16 checkpoints only, for now".to_owned(),
                 _ if key.starts_with("index_") => {
                     "models without sparse attention (no `index_*` keys)".to_owned()
                 }

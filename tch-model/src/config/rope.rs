@@ -2,6 +2,7 @@
 
 use serde_json::{Map, Value};
 
+use super::keys::{Keys, positive};
 use super::raw::{RawConfig, shortened};
 use crate::LoadError;
 
@@ -81,7 +82,7 @@ impl RopeConfig {
     }
 
     fn read(name: &str, object: &Map<String, Value>, raw: &RawConfig) -> Result<Self, LoadError> {
-        let mut keys = Keys { name, object, seen: Vec::new() };
+        let mut keys = Keys::new(name, object);
         // The older spelling is `type`; some configs carry both.
         let (kind, older) = (keys.text("rope_type")?, keys.text("type")?);
         if let (Some(kind), Some(older)) = (&kind, &older)
@@ -94,12 +95,12 @@ impl RopeConfig {
         if let Some(partial) = keys.number("partial_rotary_factor")?.filter(|&partial| partial != 1.0) {
             return Err(keys.refuse("partial_rotary_factor", partial, "1"));
         }
-        let yarn = match kind.or(older).as_deref() {
+        let yarn = match kind.or(older) {
             None | Some("default") => None,
-            Some("yarn") => Some(keys.yarn(raw)?),
+            Some("yarn") => Some(yarn(&mut keys, raw)?),
             Some(other) => return Err(keys.refuse("rope_type", other, "default and yarn")),
         };
-        keys.refuse_the_rest()?;
+        keys.refuse_the_rest("no such key with `rope_type` default, and no others than YaRN's with yarn")?;
         Ok(Self { theta, yarn })
     }
 }
@@ -107,96 +108,34 @@ impl RopeConfig {
 /// What the reference's config classes assume.
 const DEFAULT_THETA: f64 = 10_000.0;
 
-fn positive(key: &str, value: f64) -> Result<f64, LoadError> {
-    match value.is_finite() && value > 0.0 {
-        true => Ok(value),
-        false => Err(LoadError::unsupported(key, value, "a positive number")),
-    }
-}
-
-/// A JSON object read key by key, so that what was not read can be refused.
-struct Keys<'a> {
-    name: &'a str,
-    object: &'a Map<String, Value>,
-    seen: Vec<&'static str>,
-}
-
-impl Keys<'_> {
-    fn yarn(&mut self, raw: &RawConfig) -> Result<Yarn, LoadError> {
-        let original = self.positive("original_max_position_embeddings")?;
-        let original = original.ok_or_else(|| self.missing("original_max_position_embeddings"))?;
-        // A null factor is the ratio of the two lengths, as in transformers.
-        let factor = match (self.positive("factor")?, raw.max_position_embeddings) {
-            (Some(factor), _) => factor,
-            (None, Some(positions)) if self.object.contains_key("factor") => positions as f64 / original,
-            (None, _) => return Err(self.missing("factor")),
-        };
-        let weight = |value: Option<f64>, default| value.unwrap_or(default);
-        let yarn = Yarn {
-            factor,
-            original_max_position_embeddings: original,
-            beta_fast: self.positive("beta_fast")?.unwrap_or(32.0),
-            beta_slow: self.positive("beta_slow")?.unwrap_or(1.0),
-            mscale: weight(self.number("mscale")?, 1.0),
-            mscale_all_dim: weight(self.number("mscale_all_dim")?, 0.0),
-            attention_factor: self.positive("attention_factor")?,
-            truncate: self.flag("truncate")?.unwrap_or(true),
-        };
-        for (key, value) in [("mscale", yarn.mscale), ("mscale_all_dim", yarn.mscale_all_dim)] {
-            if !(value.is_finite() && value >= 0.0) {
-                return Err(self.refuse(key, value, "a number that is not negative"));
-            }
-        }
-        Ok(yarn)
-    }
-
-    fn get(&mut self, key: &'static str) -> Option<&Value> {
-        self.seen.push(key);
-        self.object.get(key).filter(|value| !value.is_null())
-    }
-
-    fn number(&mut self, key: &'static str) -> Result<Option<f64>, LoadError> {
-        let Some(value) = self.get(key).cloned() else { return Ok(None) };
-        value.as_f64().map(Some).ok_or_else(|| self.refuse(key, &value, "a number"))
-    }
-
-    fn positive(&mut self, key: &'static str) -> Result<Option<f64>, LoadError> {
-        let path = self.path(key);
-        self.number(key)?.map(|value| positive(&path, value)).transpose()
-    }
-
-    fn text(&mut self, key: &'static str) -> Result<Option<String>, LoadError> {
-        let Some(value) = self.get(key).cloned() else { return Ok(None) };
-        value.as_str().map(|text| Some(text.to_owned())).ok_or_else(|| self.refuse(key, &value, "a string"))
-    }
-
-    fn flag(&mut self, key: &'static str) -> Result<Option<bool>, LoadError> {
-        let Some(value) = self.get(key).cloned() else { return Ok(None) };
-        value.as_bool().map(Some).ok_or_else(|| self.refuse(key, &value, "true and false"))
-    }
-
-    /// A key that was not read may mean something: `factor` without `rope_type`, say, is not plain rope.
-    fn refuse_the_rest(&self) -> Result<(), LoadError> {
-        let unread =
-            |(key, value): &(&String, &Value)| !self.seen.contains(&key.as_str()) && !value.is_null();
-        match self.object.iter().find(unread) {
-            Some((key, value)) => {
-                let supported = "no such key with `rope_type` default, and no others than YaRN's with yarn";
-                Err(self.refuse(key, shortened(value), supported))
-            }
-            None => Ok(()),
+fn yarn(keys: &mut Keys<'_>, raw: &RawConfig) -> Result<Yarn, LoadError> {
+    let original = keys.positive("original_max_position_embeddings")?;
+    let original = original.ok_or_else(|| missing(keys, "original_max_position_embeddings"))?;
+    // A null factor is the ratio of the two lengths, as in transformers.
+    let factor = match (keys.positive("factor")?, raw.max_position_embeddings) {
+        (Some(factor), _) => factor,
+        (None, Some(positions)) if keys.contains("factor") => positions as f64 / original,
+        (None, _) => return Err(missing(keys, "factor")),
+    };
+    let weight = |value: Option<f64>, default| value.unwrap_or(default);
+    let yarn = Yarn {
+        factor,
+        original_max_position_embeddings: original,
+        beta_fast: keys.positive("beta_fast")?.unwrap_or(32.0),
+        beta_slow: keys.positive("beta_slow")?.unwrap_or(1.0),
+        mscale: weight(keys.number("mscale")?, 1.0),
+        mscale_all_dim: weight(keys.number("mscale_all_dim")?, 0.0),
+        attention_factor: keys.positive("attention_factor")?,
+        truncate: keys.flag("truncate")?.unwrap_or(true),
+    };
+    for (key, value) in [("mscale", yarn.mscale), ("mscale_all_dim", yarn.mscale_all_dim)] {
+        if !(value.is_finite() && value >= 0.0) {
+            return Err(keys.refuse(key, value, "a number that is not negative"));
         }
     }
+    Ok(yarn)
+}
 
-    fn path(&self, key: &str) -> String {
-        format!("{}.{key}", self.name)
-    }
-
-    fn refuse(&self, key: &str, value: impl ToString, supported: impl ToString) -> LoadError {
-        LoadError::unsupported(&self.path(key), value, supported)
-    }
-
-    fn missing(&self, key: &str) -> LoadError {
-        LoadError::MissingKey { key: self.path(key), needed: "YaRN cannot do without it".to_owned() }
-    }
+fn missing(keys: &Keys<'_>, key: &str) -> LoadError {
+    keys.missing(key, "YaRN cannot do without it")
 }

@@ -116,7 +116,10 @@ fn the_methods_defaults_follow_the_family() {
 #[test]
 fn what_is_not_implemented_is_refused_by_name() {
     refused(json!({"hidden_act": "gelu"}), &["hidden_act", "gelu", "silu"]);
-    refused(json!({"quantization_config": {"quant_method": "fp8"}}), &["quantization_config", "fp8"]);
+    refused(json!({"quantization_config": {"quant_method": "gptq"}}), &["quantization_config", "gptq"]);
+    refused(json!({"quantization_config": "fp8"}), &["quantization_config", "an object"]);
+    refused(json!({"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}), &["index_"]);
+    refused(json!({"architectures": ["DeepseekV32ForCausalLM"]}), &["DeepseekV32ForCausalLM"]);
     refused(json!({"index_topk": 2048}), &["index_topk", "2048", "sparse attention"]);
     refused(json!({"sliding_window": 4096}), &["sliding_window", "remove it"]);
     refused(json!({"mlp_bias": true}), &["mlp_bias"]);
@@ -205,4 +208,109 @@ fn a_damaged_or_missing_file_is_named() {
     assert!(Config::read(dir.path()).unwrap_err().to_string().contains("config.json"));
     fs::write(dir.path().join("config.json"), "{").unwrap();
     assert!(matches!(Config::read(dir.path()), Err(LoadError::Json { .. })));
+}
+
+/// Kimi-K2.5's published config, less what no test looks at.
+fn kimi() -> Value {
+    let text = r#"{
+        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": "bfloat16",
+        "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}, "bos_token_id": 163584,
+        "eos_token_id": 163586, "ignore_index": -100, "media_placeholder_token_id": 163605, "pad_token_id": 163839,
+        "tie_word_embeddings": false, "use_unified_vision_chunk": true, "video_placeholder": "<|video|>",
+        "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
+        "text_config": {
+            "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "add_cross_attention": false,
+            "attention_bias": false, "aux_loss_alpha": 0.001, "bad_words_ids": null, "diversity_penalty": 0.0,
+            "early_stopping": false, "ep_size": 1, "eos_token_id": 163585, "first_k_dense_replace": 1,
+            "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+            "length_penalty": 1.0, "max_length": 20, "max_position_embeddings": 262144, "min_length": 0,
+            "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384,
+            "n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 64, "num_beams": 1,
+            "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64,
+            "num_nextn_predict_layers": 0, "num_return_sequences": 1, "pruned_heads": {}, "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "repetition_penalty": 1.0, "rms_norm_eps": 1e-05,
+            "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0,
+                             "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"},
+            "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": true,
+            "temperature": 1.0, "top_k": 50, "top_p": 1.0, "topk_group": 1, "topk_method": "noaux_tc",
+            "typical_p": 1.0, "use_cache": true, "v_head_dim": 128, "vocab_size": 163840
+        }
+    }"#;
+    serde_json::from_str(text).unwrap()
+}
+
+/// LD-11.
+#[test]
+fn a_wrapped_config_is_that_of_the_text_model_inside() {
+    let config = read(&kimi()).unwrap();
+    assert_eq!((config.architecture, config.num_hidden_layers), (Architecture::DeepseekV3, 61));
+    // What only the wrapper says holds, what the text model says itself goes first.
+    assert_eq!((config.torch_dtype.as_deref(), config.bos_token_id), (Some("bfloat16"), Some(163_584)));
+    assert_eq!(config.eos_token_id, [163_585]);
+    assert_eq!((config.rope.theta, config.rms_norm_eps), (50_000.0, 1e-5));
+    let yarn = config.rope.yarn.clone().unwrap();
+    assert_eq!((yarn.factor, yarn.original_max_position_embeddings), (64.0, 4096.0));
+    // The published softmax scale, of a head of 192.
+    assert!((192f64.powf(-0.5) * yarn.softmax_factor() - 0.144_680).abs() < 1e-6);
+    let mut flat = kimi()["text_config"].take();
+    for key in ["bos_token_id", "dtype"] {
+        flat[key] = kimi()[key].clone();
+    }
+    let flat = read(&flat).unwrap();
+    assert_eq!(Config { hash: String::new(), ..config }, Config { hash: String::new(), ..flat });
+}
+
+#[test]
+fn a_wrapper_that_is_none_or_contradicts_its_text_model_is_refused_by_name() {
+    let wrapped = |changes: &dyn Fn(&mut Value)| {
+        let mut config = kimi();
+        changes(&mut config);
+        read(&config).unwrap_err().to_string()
+    };
+    let error = wrapped(&|config| drop(config.as_object_mut().unwrap().remove("text_config")));
+    assert!(error.contains("`text_config` is missing"), "{error}");
+    let error = wrapped(&|config| config["architectures"] = json!(["LlavaForConditionalGeneration"]));
+    assert!(error.contains("Llava") && error.contains("KimiK25ForConditionalGeneration"), "{error}");
+    let error = wrapped(&|config| config["text_config"]["tie_word_embeddings"] = json!(true));
+    assert!(error.contains("`tie_word_embeddings`"), "{error}");
+    let error = wrapped(&|config| config["num_hidden_layers"] = json!(60));
+    assert!(error.contains("`num_hidden_layers`") && error.contains("beside `text_config`"), "{error}");
+}
+
+#[test]
+fn null_groups_are_one_group_and_absent_ones_the_familys() {
+    let mut config = kimi()["text_config"].take();
+    config["n_group"] = Value::Null;
+    config["topk_group"] = Value::Null;
+    let nulls = read(&config).unwrap();
+    assert_eq!((nulls.n_group, nulls.topk_group), (1, 1));
+    for key in ["n_group", "topk_group"] {
+        config.as_object_mut().unwrap().remove(key);
+    }
+    let absent = read(&config).unwrap();
+    assert_eq!((absent.n_group, absent.topk_group), (8, 4));
+}
+
+/// As transformers 5.23 writes a `DeepseekV3Config`: no `topk_method`, YaRN under `rope_parameters`.
+#[test]
+fn the_config_of_transformers_5_is_read() {
+    let config: Value = serde_json::from_str(
+        r#"{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 0,
+        "dtype": "float32", "eos_token_id": 1, "first_k_dense_replace": 1, "head_dim": 8, "hidden_act": "silu",
+        "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 96, "kv_lora_rank": 16,
+        "max_position_embeddings": 4096, "model_type": "deepseek_v3", "moe_intermediate_size": 32, "n_group": 2,
+        "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 2,
+        "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_nextn_predict_layers": 1,
+        "output_router_logits": false, "pad_token_id": null, "pretraining_tp": 1, "q_lora_rank": 24, "qk_head_dim": 24,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "rms_norm_eps": 1e-06, "rope_interleave": true,
+        "rope_parameters": {"factor": 4, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64,
+        "rope_theta": 50000, "rope_type": "yarn", "type": "yarn"}, "routed_scaling_factor": 2.5,
+        "tie_word_embeddings": false, "topk_group": 1, "transformers_version": "5.23.0", "use_cache": true,
+        "v_head_dim": 16, "vocab_size": 64}"#,
+    )
+    .unwrap();
+    let config = read(&config).unwrap();
+    assert_eq!((config.topk_method, config.n_group, config.topk_group), (TopkMethod::NoauxTc, 2, 1));
+    assert_eq!((config.rope.theta, config.rope.yarn.unwrap().beta_fast), (50_000.0, 32.0));
+    assert_eq!((config.torch_dtype.as_deref(), config.quantisation), (Some("float32"), None));
 }
