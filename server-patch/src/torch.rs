@@ -77,7 +77,7 @@ impl TorchModel {
             open_cuda(index)?;
         }
         let load =
-            LoadOptions { device: options.device, dtype: options.dtype, tile_tokens: options.tile_tokens };
+            LoadOptions { devices: vec![options.device], dtype: options.dtype, tile_tokens: options.tile_tokens };
         let model = Model::load(&options.dir, &load)
             .map_err(|source| TorchError::Load { dir: options.dir.clone(), source })?;
         let dump_dtype = match options.dump_dtype {

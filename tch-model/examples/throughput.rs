@@ -20,7 +20,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "bfloat16" => DtypeChoice::BFloat16,
         other => return Err(format!("`{other}` is neither float32 nor bfloat16").into()),
     };
-    let options = LoadOptions { device: Device::Cpu, dtype, tile_tokens: tile_tokens.parse()? };
+    let options = LoadOptions { devices: vec![Device::Cpu], dtype, tile_tokens: tile_tokens.parse()? };
     let started = Instant::now();
     let model = Model::load(Path::new(dir), &options)?;
     println!("loaded in {:.1} s: {}", started.elapsed().as_secs_f64(), model.compute_note());

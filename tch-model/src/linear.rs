@@ -6,17 +6,26 @@ use tch::{Device, Kind, Tensor};
 
 use crate::LoadError;
 use crate::mapped::Parameter;
+use crate::quantised::Packed;
 use crate::weights::Weights;
 
 /// `x · weightᵀ + bias`.
 #[derive(Debug)]
 pub(crate) struct Linear {
-    weight: Parameter, // [out, in]
+    weight: Matrix, // [out, in]
     bias: Option<Parameter>,
 }
 
-/// Elements of a weight that are widened at a time: 8 MiB as float32, so that the product finds them in the cache.
-const WIDENED_BLOCK: i64 = 2 << 20;
+/// A weight, plain or packed.
+#[derive(Debug)]
+enum Matrix {
+    Plain(Parameter),
+    Packed(Packed),
+}
+
+/// Elements of a weight that are widened or expanded at a time: 8 MiB as float32, so that the product finds them in the
+/// cache.
+const BLOCK_ELEMENTS: i64 = 2 << 20;
 
 impl Linear {
     pub(crate) fn load(
@@ -26,29 +35,41 @@ impl Linear {
         bias: bool,
     ) -> Result<Self, LoadError> {
         Ok(Self {
-            weight: weights.get("weight", &[outputs, inputs])?,
+            weight: match Packed::load(weights, outputs, inputs)? {
+                Some(packed) => Matrix::Packed(packed),
+                None => Matrix::Plain(weights.get("weight", &[outputs, inputs])?),
+            },
             bias: if bias { Some(weights.get("bias", &[outputs])?) } else { None },
         })
     }
 
     /// One whose weight is used elsewhere too.
     pub(crate) fn sharing(weight: &Parameter) -> Self {
-        Self { weight: weight.share(), bias: None }
+        Self::plain(weight.share())
+    }
+
+    /// One with this weight, `[out, in]`.
+    pub(crate) fn plain(weight: Parameter) -> Self {
+        Self { weight: Matrix::Plain(weight), bias: None }
     }
 
     /// `[rows, in]` to `[rows, out]`, in the kind of `x`.
     pub(crate) fn forward(&self, x: &Tensor) -> Tensor {
-        let out = Tensor::empty([x.size()[0], self.weight.size()[0]], (x.kind(), x.device()));
+        let out = Tensor::empty([x.size()[0], self.size().0], (x.kind(), x.device()));
         self.forward_into(x, &out);
         out
     }
 
     /// As [`forward`](Self::forward), into rows that are there already.
     pub(crate) fn forward_into(&self, x: &Tensor, out: &Tensor) {
-        if self.weight.kind() == x.kind() {
-            let _ = x.mm_out(out, &self.weight.tr());
-        } else {
-            self.widened_into(x, out);
+        match &self.weight {
+            Matrix::Plain(weight) if weight.kind() == x.kind() => {
+                let _ = x.mm_out(out, &weight.tr());
+            }
+            _ => self.blocks(|first, weight| {
+                let weight = weight.to_kind(x.kind());
+                let _ = x.mm_out(&out.narrow(1, first, weight.size()[0]), &weight.tr());
+            }),
         }
         if let Some(bias) = &self.bias {
             // A shallow clone is another handle on the same rows: in-place operators want `&mut`.
@@ -56,28 +77,94 @@ impl Linear {
         }
     }
 
-    /// With a weight narrower than the activations, block by block of outputs.
-    fn widened_into(&self, x: &Tensor, out: &Tensor) {
-        let (outputs, inputs) = self.weight.size2().expect("a weight has two dimensions, checked in `load`");
-        let block = (WIDENED_BLOCK / inputs).clamp(1, outputs);
-        BLOCK.with_borrow_mut(|wide| {
-            if wide.numel() < (block * inputs) as usize {
-                *wide = Tensor::empty([WIDENED_BLOCK.max(inputs)], (Kind::Float, Device::Cpu));
+    /// The whole weight, `[out, in]`, in `kind` and in memory of its own: for products that this struct does not make.
+    #[cfg(test)]
+    pub(crate) fn expanded(&self, kind: Kind) -> Tensor {
+        let (outputs, inputs) = self.size();
+        let mut whole = Tensor::empty([outputs, inputs], (kind, self.device()));
+        match &self.weight {
+            Matrix::Plain(weight) => whole.copy_(weight),
+            Matrix::Packed(_) => {
+                self.blocks(|first, weight| whole.narrow(0, first, weight.size()[0]).copy_(weight));
             }
+        }
+        whole
+    }
+
+    fn size(&self) -> (i64, i64) {
+        match &self.weight {
+            Matrix::Plain(weight) => weight.size2().expect("a weight has two dimensions, checked in `load`"),
+            Matrix::Packed(weight) => weight.size(),
+        }
+    }
+
+    fn device(&self) -> Device {
+        match &self.weight {
+            Matrix::Plain(weight) => weight.device(),
+            Matrix::Packed(weight) => weight.device(),
+        }
+    }
+
+    /// Hands out the weight in float32, block by block of outputs, each with the first of its outputs. A block is only
+    /// there during the call.
+    fn blocks(&self, mut with: impl FnMut(i64, &Tensor)) {
+        let (outputs, inputs) = self.size();
+        let step = match &self.weight {
+            Matrix::Plain(_) => 1,
+            Matrix::Packed(weight) => weight.row_step(),
+        };
+        // Whole steps, at least one, and no more than there is.
+        let rows = (BLOCK_ELEMENTS / inputs / step * step).max(step).min(outputs);
+        let mut run = |room: &Room| {
             let mut first = 0;
             while first < outputs {
-                let count = block.min(outputs - first);
-                let mut weight = wide.narrow(0, 0, count * inputs).view([count, inputs]);
-                weight.copy_(&self.weight.narrow(0, first, count));
-                let _ = x.mm_out(&out.narrow(1, first, count), &weight.tr());
+                let count = rows.min(outputs - first);
+                let mut wide = room.wide.narrow(0, 0, count * inputs).view([count, inputs]);
+                match &self.weight {
+                    Matrix::Plain(weight) => wide.copy_(&weight.narrow(0, first, count)),
+                    Matrix::Packed(weight) => weight.expand(first, count, &wide, &room.codes),
+                }
+                with(first, &wide);
                 first += count;
             }
-        });
+        };
+        match self.device() {
+            Device::Cpu => ROOM.with_borrow_mut(|room| {
+                room.grow(rows * inputs, matches!(self.weight, Matrix::Packed(_)));
+                run(room);
+            }),
+            // Its allocator keeps memory for the next one by itself.
+            device => run(&Room::new(rows * inputs, device)),
+        }
+    }
+}
+
+/// Where a block is widened or expanded.
+struct Room {
+    wide: Tensor,  // f32
+    codes: Tensor, // int16
+}
+
+impl Room {
+    fn new(elements: i64, device: Device) -> Self {
+        let room = |kind| Tensor::empty([elements], (kind, device));
+        Self { wide: room(Kind::Float), codes: room(Kind::Int16) }
+    }
+
+    fn grow(&mut self, elements: i64, codes: bool) {
+        let enough = |room: &mut Tensor| {
+            if room.numel() < elements as usize {
+                *room = Tensor::empty([elements.max(BLOCK_ELEMENTS)], (room.kind(), Device::Cpu));
+            }
+        };
+        enough(&mut self.wide);
+        if codes {
+            enough(&mut self.codes);
+        }
     }
 }
 
 thread_local! {
-    /// Where a block is widened: always the same memory, which stays in the cache and is not asked of the allocator
-    /// for every block of every weight.
-    static BLOCK: RefCell<Tensor> = RefCell::new(Tensor::empty([0], (Kind::Float, Device::Cpu)));
+    /// Always the same memory, which stays in the cache and is not asked of the allocator for every block of every weight.
+    static ROOM: RefCell<Room> = RefCell::new(Room::new(0, Device::Cpu));
 }

@@ -48,13 +48,17 @@ impl Parameter {
         Self { tensor, file: None }
     }
 
+    /// What stands for a weight while a checkpoint is only looked through.
+    pub(crate) fn nothing() -> Self {
+        Self::owned(Tensor::new())
+    }
+
     /// The same weight once more.
     pub(crate) fn share(&self) -> Self {
         Self { tensor: self.tensor.shallow_clone(), file: self.file.clone() }
     }
 
     /// Whether the weight lies in a mapped file.
-    #[cfg(test)]
     pub(crate) fn is_mapped(&self) -> bool {
         self.file.is_some()
     }

@@ -3,6 +3,7 @@
 use tch::Tensor;
 
 use crate::LoadError;
+use crate::config::Config;
 use crate::linear::Linear;
 use crate::weights::Weights;
 
@@ -24,6 +25,24 @@ impl Mlp {
             gate_proj: Linear::load(&weights.sub("gate_proj"), hidden, inner, false)?,
             up_proj: Linear::load(&weights.sub("up_proj"), hidden, inner, false)?,
             down_proj: Linear::load(&weights.sub("down_proj"), inner, hidden, false)?,
+        })
+    }
+
+    /// Expert `index` of those that transformers 5 stores in one tensor for all of a layer: `gate_up_proj`, the gates' rows
+    /// above the others, and `down_proj`.
+    pub(crate) fn load_fused(weights: &Weights<'_>, config: &Config, index: i64) -> Result<Self, LoadError> {
+        let (experts, hidden) = (config.n_routed_experts, config.hidden_size);
+        let inner = config.moe_intermediate_size;
+        let first = |rows| weights.get_slice("gate_up_proj", &[experts, 2 * inner, hidden], index, rows);
+        Ok(Self {
+            gate_proj: Linear::plain(first(0..inner)?),
+            up_proj: Linear::plain(first(inner..2 * inner)?),
+            down_proj: Linear::plain(weights.get_slice(
+                "down_proj",
+                &[experts, hidden, inner],
+                index,
+                0..hidden,
+            )?),
         })
     }
 

@@ -1,7 +1,9 @@
 //! The model: loading it, and the pass over packed sequences.
 
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::time::Instant;
 
 use tch::{Device, Kind, Tensor};
 
@@ -9,6 +11,7 @@ use crate::attention::Step;
 use crate::batch::Batch;
 use crate::capture::{Capture, CapturePoint, Captures};
 use crate::config::Config;
+use crate::devices::{self, Stage};
 use crate::layer::DecoderLayer;
 use crate::linear::Linear;
 use crate::mapped::Parameter;
@@ -16,14 +19,14 @@ use crate::norm::RmsNorm;
 use crate::products::Products;
 use crate::rope::Rope;
 use crate::routes::Routes;
-use crate::weights::{Checkpoint, Source, Weights, kind_of};
+use crate::weights::{Checkpoint, LoadTable, Source, Unused};
 use crate::{ForwardError, LoadError};
 
 /// How a checkpoint becomes a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// Where it runs.
-    pub device: Device,
+    /// Where it runs: one device, or several that the layers are spread over in order.
+    pub devices: Vec<Device>,
     /// What it computes in.
     pub dtype: DtypeChoice,
     /// Packed rows that go through a layer together. More rows make better products and need more memory.
@@ -68,12 +71,13 @@ pub struct SequenceOutput {
 #[derive(Debug)]
 pub struct Model {
     config: Config,
-    device: Device,
+    stages: Vec<Stage>,
     kind: Kind,
     products: Products,
     tile_tokens: i64,
     body: Body,
     rope: Rope,
+    table: LoadTable,
 }
 
 /// Everything that has weights.
@@ -86,21 +90,46 @@ struct Body {
 }
 
 impl Body {
-    fn load(weights: &Weights<'_>, config: &Config, activations: Kind) -> Result<Self, LoadError> {
+    /// The embedding on the first device, norm and head on the last.
+    fn load(
+        source: &Source<'_>,
+        config: &Config,
+        stages: &[Stage],
+        activations: Kind,
+    ) -> Result<Self, LoadError> {
         let (vocab, hidden) = (config.vocab_size, config.hidden_size);
-        let model = weights.sub("model");
-        let embed_tokens = model.sub("embed_tokens").get("weight", &[vocab, hidden])?;
-        let layer = |index| DecoderLayer::load(&model.sub("layers").sub(index), config, index, activations);
+        let (first, last) = ends(stages);
+        let body = source.body();
+        let embed_tokens = body.sub("embed_tokens").on(first).get("weight", &[vocab, hidden])?;
+        let mut layers = Vec::new();
+        for stage in stages {
+            for index in stage.layers.clone() {
+                let weights = body.sub("layers").sub(index).on(stage.device);
+                layers.push(DecoderLayer::load(&weights, config, index as i64, activations)?);
+            }
+        }
+        let tied = || -> Result<Linear, LoadError> {
+            match first == last {
+                true => Ok(Linear::sharing(&embed_tokens)),
+                false => Ok(Linear::plain(Parameter::owned(embed_tokens.f_to_device(last)?))),
+            }
+        };
         Ok(Self {
-            layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_, _>>()?,
-            norm: RmsNorm::load(&model.sub("norm"), hidden, config.rms_norm_eps, activations)?,
+            layers,
+            norm: RmsNorm::load(&body.sub("norm").on(last), hidden, config.rms_norm_eps, activations)?,
             lm_head: match config.tie_word_embeddings {
-                true => Linear::sharing(&embed_tokens),
-                false => Linear::load(&weights.sub("lm_head"), hidden, vocab, false)?,
+                true => tied()?,
+                false => Linear::load(&source.head().on(last), hidden, vocab, false)?,
             },
             embed_tokens,
         })
     }
+}
+
+/// The first and the last device.
+fn ends(stages: &[Stage]) -> (Device, Device) {
+    let device = |stage: Option<&Stage>| stage.expect("a model has a device, checked in `load`").device;
+    (device(stages.first()), device(stages.last()))
 }
 
 impl Model {
@@ -120,6 +149,7 @@ impl Model {
         options: &LoadOptions,
         products: Option<Products>,
     ) -> Result<Self, LoadError> {
+        let started = Instant::now();
         let config = Config::read(dir)?;
         let tile_tokens = i64::try_from(options.tile_tokens).ok().filter(|&tokens| tokens > 0);
         let tile_tokens = tile_tokens.ok_or_else(|| LoadError::Option {
@@ -127,31 +157,28 @@ impl Model {
             value: options.tile_tokens.to_string(),
             supported: "at least one row goes through a layer at a time",
         })?;
-        if options.device.is_cuda() && !tch::Cuda::is_available() {
-            return Err(LoadError::Option {
-                option: "device",
-                value: format!("{:?}", options.device),
-                supported: "this libtorch finds no CUDA device",
-            });
-        }
+        let stages = stages(&options.devices, &config)?;
         let checkpoint = Checkpoint::open(dir)?;
         let kind = kind(options.dtype, &config, &checkpoint);
-        let products = products.unwrap_or_else(|| Products::suited_to(options.device, kind));
+        let (first, _) = ends(&stages);
+        let products = products.unwrap_or_else(|| Products::suited_to(first, kind));
         let activations = products.activations(kind);
         let _no_grad = tch::no_grad_guard();
-        let check = Source::new(&checkpoint, options.device, kind, false);
-        Body::load(&check.root(), &config, activations)?;
-        report_unused(&check.finish()?, &config);
-        let source = Source::new(&checkpoint, options.device, kind, true);
-        let body = Body::load(&source.root(), &config, activations)?;
-        source.finish()?;
-        let (device, rope) = (options.device, Rope::new(&config));
-        let model = Self { config, device, kind, products, tile_tokens, body, rope };
+        let check = Source::new(&checkpoint, &config, kind, false);
+        Body::load(&check, &config, &stages, activations)?;
+        report_unused(&check.finish()?.unused);
+        let source = Source::new(&checkpoint, &config, kind, true);
+        let body = Body::load(&source, &config, &stages, activations)?;
+        let mut table = source.finish()?.table;
+        table.took = started.elapsed();
+        let rope = Rope::new(&config);
+        let model = Self { config, stages, kind, products, tile_tokens, body, rope, table };
         tracing::info!(
             layers = model.config.num_hidden_layers,
             files = checkpoint.files(),
             compute = model.compute_note(),
-            "model loaded"
+            "model loaded\n{}",
+            model.table
         );
         Ok(model)
     }
@@ -166,9 +193,9 @@ impl Model {
         self.kind
     }
 
-    /// Where the model runs.
-    pub fn device(&self) -> Device {
-        self.device
+    /// What was loaded, and how it is stored.
+    pub fn load_table(&self) -> &LoadTable {
+        &self.table
     }
 
     /// What products are computed in.
@@ -183,10 +210,17 @@ impl Model {
             _ => "float32",
         };
         let (products, threads) = (self.products, tch::get_num_threads());
-        match self.device {
-            Device::Cpu => format!("cpu, {kind}, {products}, {threads} threads"),
-            Device::Cuda(index) => format!("cuda:{index}, {kind}, {products}"),
-            other => format!("{other:?}, {kind}, {products}"),
+        let place = match &self.stages[..] {
+            [one] => devices::name(one.device),
+            several => {
+                let on =
+                    |stage: &Stage| format!("{} on {}", range(&stage.layers), devices::name(stage.device));
+                format!("layers {}", several.iter().map(on).collect::<Vec<_>>().join(", "))
+            }
+        };
+        match self.stages.iter().any(|stage| stage.device == Device::Cpu) {
+            true => format!("{place}, {kind}, {products}, {threads} threads"),
+            false => format!("{place}, {kind}, {products}"),
         }
     }
 
@@ -222,7 +256,8 @@ impl Model {
     pub fn logits(&self, normed: &Tensor) -> Tensor {
         let _no_grad = tch::no_grad_guard();
         let activations = self.products.activations(self.kind);
-        let normed = normed.to_device(self.device).to_kind(activations);
+        let (_, last) = ends(&self.stages);
+        let normed = normed.to_device(last).to_kind(activations);
         self.body.lm_head.forward(&normed).to_kind(Kind::Float)
     }
 
@@ -238,16 +273,19 @@ impl Model {
             return Vec::new();
         }
         let ids: Vec<i64> = sequences.iter().flat_map(|sequence| sequence.token_ids).copied().collect();
-        let token_ids = Tensor::from_slice(&ids).to_device(self.device);
+        let token_ids = Tensor::from_slice(&ids).to_device(ends(&self.stages).0);
         // The residual stream of the whole step, `[num_tokens, hidden]`; layers work on it in place.
-        let hidden = Tensor::embedding(&self.body.embed_tokens, &token_ids, -1, false, false);
+        let mut hidden = Tensor::embedding(&self.body.embed_tokens, &token_ids, -1, false, false);
         let tiles = batch.tiles(self.tile_tokens);
-        let step = self.step(batch);
-        for (layer, index) in self.body.layers.iter().zip(0..) {
-            for tile in &tiles {
-                let mut rows = hidden.narrow(0, tile.first, tile.rows);
-                captures.keep(CapturePoint::Residual(index), tile, &rows);
-                layer.forward_(&mut rows, tile, &step, routes);
+        for stage in &self.stages {
+            hidden = hidden.to_device(stage.device);
+            let step = self.step(batch, stage.device);
+            for index in stage.layers.clone() {
+                for tile in &tiles {
+                    let mut rows = hidden.narrow(0, tile.first, tile.rows);
+                    captures.keep(CapturePoint::Residual(index as u16), tile, &rows);
+                    self.body.layers[index].forward_(&mut rows, tile, &step, routes);
+                }
             }
         }
         for tile in &tiles {
@@ -270,12 +308,12 @@ impl Model {
             .collect()
     }
 
-    fn step(&self, batch: &Batch) -> Step {
+    fn step(&self, batch: &Batch, device: Device) -> Step {
         let latent = self.config.kv_lora_rank + self.config.qk_rope_head_dim;
         let activations = self.products.activations(self.kind);
         Step {
-            rotations: self.rope.rotations(&batch.positions(), batch.longest(), self.device),
-            latents: Tensor::empty([batch.rows(), latent], (activations, self.device)),
+            rotations: self.rope.rotations(&batch.positions(), batch.longest(), device),
+            latents: Tensor::empty([batch.rows(), latent], (activations, device)),
         }
     }
 
@@ -286,7 +324,7 @@ impl Model {
         if last.is_empty() {
             return Vec::new();
         }
-        let rows = hidden.index_select(0, &Tensor::from_slice(&last).to_device(self.device));
+        let rows = hidden.index_select(0, &Tensor::from_slice(&last).to_device(hidden.device()));
         self.logits(&self.body.norm.forward(&rows)).to_device(Device::Cpu).unbind(0)
     }
 }
@@ -306,34 +344,52 @@ fn guarded<T>(pass: impl FnOnce() -> T) -> Result<T, ForwardError> {
 }
 
 fn kind(choice: DtypeChoice, config: &Config, checkpoint: &Checkpoint) -> Kind {
-    let stored = || checkpoint.dtype("model.embed_tokens.weight").and_then(kind_of);
     match (choice, config.torch_dtype.as_deref()) {
         (DtypeChoice::Float32, _) => Kind::Float,
         (DtypeChoice::BFloat16, _) | (DtypeChoice::Auto, Some("bfloat16")) => Kind::BFloat16,
-        (DtypeChoice::Auto, None) if stored() == Some(Kind::BFloat16) => Kind::BFloat16,
+        (DtypeChoice::Auto, None) if checkpoint.embedding_kind() == Some(Kind::BFloat16) => Kind::BFloat16,
         (DtypeChoice::Auto, _) => Kind::Float,
     }
 }
 
-/// Says which tensors of the checkpoint are not used. Those of the layers for multi-token prediction, which come after
-/// the decoder's, and the frequencies that old checkpoints store are expected; others may be a sign of a wrong config.
-fn report_unused(names: &[&str], config: &Config) {
-    let prediction = |name: &str| {
-        let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
-        layer.and_then(|layer| layer.parse().ok()).is_some_and(|layer: i64| layer >= config.num_hidden_layers)
+/// The layers over the devices.
+fn stages(devices: &[Device], config: &Config) -> Result<Vec<Stage>, LoadError> {
+    let layers = usize::try_from(config.num_hidden_layers).unwrap_or(usize::MAX);
+    let refuse = |supported| {
+        let value = devices.iter().map(|&device| devices::name(device)).collect::<Vec<_>>().join(",");
+        Err(LoadError::Option { option: "devices", value, supported })
     };
-    let expected = |name: &&str| prediction(name) || name.ends_with(".rotary_emb.inv_freq");
-    let (expected, unexpected): (Vec<&str>, Vec<&str>) = names.iter().partition(|name| expected(name));
-    if !expected.is_empty() {
-        tracing::info!(count = expected.len(), "tensors of layers that are not run were skipped");
+    if devices.is_empty() || devices.len() > layers {
+        return refuse("at least one device, and no more of them than layers");
     }
-    if !unexpected.is_empty() {
-        let shown = unexpected[..unexpected.len().min(20)].join(", ");
-        tracing::warn!(
-            count = unexpected.len(),
-            names = shown,
-            "the checkpoint has tensors the config does not ask for"
+    if devices.iter().any(|device| device.is_cuda()) && !tch::Cuda::is_available() {
+        return refuse("this libtorch finds no CUDA device");
+    }
+    Ok(devices::spread(layers, devices))
+}
+
+fn range(layers: &Range<usize>) -> String {
+    format!("{}-{}", layers.start, layers.end - 1)
+}
+
+/// Says which tensors of the checkpoint are not used: some are expected, others may be a sign of a wrong config.
+fn report_unused(unused: &[(Unused, &str)]) {
+    let count = |what| unused.iter().filter(|(is, _)| *is == what).count();
+    let (prediction, vision, implied) =
+        (count(Unused::Prediction), count(Unused::Vision), count(Unused::Implied));
+    if prediction + vision + implied > 0 {
+        tracing::info!(
+            multi_token_prediction = prediction,
+            vision,
+            implied,
+            "tensors of what is not run were skipped"
         );
+    }
+    let elsewhere: Vec<&str> =
+        unused.iter().filter(|(is, _)| *is == Unused::Elsewhere).map(|(_, name)| *name).collect();
+    if !elsewhere.is_empty() {
+        let names = elsewhere.join(", ");
+        tracing::warn!(count = elsewhere.len(), names, "the checkpoint has tensors beside the text model");
     }
 }
 

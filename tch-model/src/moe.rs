@@ -5,6 +5,7 @@ use tch::{Kind, Tensor};
 use crate::LoadError;
 use crate::config::Config;
 use crate::mlp::Mlp;
+use crate::quantised::refuse_plain_where_packed;
 use crate::routes::Routes;
 use crate::routing::{Choice, Gate};
 use crate::weights::Weights;
@@ -20,7 +21,14 @@ pub(crate) struct Moe {
 impl Moe {
     pub(crate) fn load(weights: &Weights<'_>, config: &Config) -> Result<Self, LoadError> {
         let (hidden, inner) = (config.hidden_size, config.moe_intermediate_size);
-        let expert = |expert| Mlp::load(&weights.sub("experts").sub(expert), hidden, inner);
+        let experts = weights.sub("experts");
+        // transformers 5 can write a layer's experts as two tensors.
+        let fused = ["gate_up_proj", "down_proj"].into_iter().filter(|name| experts.dtype(name).is_some());
+        let fused = fused.inspect(|name| refuse_plain_where_packed(&experts, name)).count() > 0;
+        let expert = |expert| match fused {
+            true => Mlp::load_fused(&experts, config, expert),
+            false => Mlp::load(&experts.sub(expert), hidden, inner),
+        };
         let shared = |count| Mlp::load(&weights.sub("shared_experts"), hidden, inner * count);
         Ok(Self {
             gate: Gate::load(&weights.sub("gate"), config)?,

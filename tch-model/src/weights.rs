@@ -1,5 +1,8 @@
 //! A checkpoint's tensors, by name.
 
+mod names;
+mod table;
+
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -12,12 +15,17 @@ use serde::Deserialize;
 use tch::{Device, Kind, Tensor};
 
 use crate::LoadError;
+use crate::config::{Config, Modules, Scheme};
 use crate::mapped::{self, Parameter};
+use names::Names;
+pub(crate) use names::Unused;
+pub use table::{LoadRow, LoadTable};
 
 /// The safetensors files of a checkpoint, mapped, and where each tensor lies in them.
 pub(crate) struct Checkpoint {
     tensors: BTreeMap<String, Entry>,
     files: usize,
+    names: Names,
 }
 
 struct Entry {
@@ -72,10 +80,14 @@ impl Checkpoint {
         problems.extend(
             absent.map(|(name, shard)| format!("`{name}` is not in {shard}, where the index has it")),
         );
-        if !problems.is_empty() {
-            return Err(LoadError::Tensors { problems });
+        match Names::find(|name| tensors.contains_key(name)) {
+            Ok(names) if problems.is_empty() => Ok(Self { tensors, files: paths.len(), names }),
+            Ok(_) => Err(LoadError::Tensors { problems }),
+            Err(problem) => {
+                problems.push(problem);
+                Err(LoadError::Tensors { problems })
+            }
         }
-        Ok(Self { tensors, files: paths.len() })
     }
 
     /// How many files the checkpoint has.
@@ -83,9 +95,10 @@ impl Checkpoint {
         self.files
     }
 
-    /// What a tensor is stored as, if there is such a tensor.
-    pub(crate) fn dtype(&self, name: &str) -> Option<Dtype> {
-        self.tensors.get(name).map(|entry| entry.dtype)
+    /// What the embedding is stored as, if there is one: no checkpoint quantises it.
+    pub(crate) fn embedding_kind(&self) -> Option<Kind> {
+        let embedding = self.tensors.get(&format!("{}embed_tokens.weight", self.names.body));
+        embedding.and_then(|entry| kind_of(entry.dtype))
     }
 }
 
@@ -117,45 +130,128 @@ fn entries(path: &Path) -> Result<Vec<(String, Entry)>, LoadError> {
 pub(crate) struct Weights<'a> {
     source: &'a Source<'a>,
     prefix: String,
+    device: Device,
+}
+
+/// What came of an assembly.
+pub(crate) struct Assembled<'a> {
+    /// Tensors nobody asked for.
+    pub(crate) unused: Vec<(Unused, &'a str)>,
+    pub(crate) table: LoadTable,
 }
 
 /// What all handles of one assembly share.
 pub(crate) struct Source<'a> {
     checkpoint: &'a Checkpoint,
-    device: Device,
+    config: &'a Config,
+    quantised: Option<(Scheme, Modules)>,
     kind: Kind,
     loading: bool,
     asked: RefCell<BTreeSet<String>>,
     problems: RefCell<Vec<String>>,
+    table: RefCell<LoadTable>,
 }
 
 impl<'a> Source<'a> {
-    /// A source for tensors of `kind` on `device`; unless `loading`, one that hands out empty tensors and takes notes.
-    pub(crate) fn new(checkpoint: &'a Checkpoint, device: Device, kind: Kind, loading: bool) -> Self {
-        let (asked, problems) = (RefCell::default(), RefCell::default());
-        Self { checkpoint, device, kind, loading, asked, problems }
+    /// A source for tensors of `kind`, on the CPU unless a handle says otherwise; unless `loading`, one that hands out
+    /// empty tensors and takes notes.
+    pub(crate) fn new(checkpoint: &'a Checkpoint, config: &'a Config, kind: Kind, loading: bool) -> Self {
+        let quantised =
+            config.quantisation.as_ref().map(|quantisation| (quantisation.scheme, quantisation.modules()));
+        let (asked, problems, table) = (RefCell::default(), RefCell::default(), RefCell::default());
+        Self { checkpoint, config, quantised, kind, loading, asked, problems, table }
     }
 
-    /// The handle for the whole checkpoint.
-    pub(crate) fn root(&'a self) -> Weights<'a> {
-        Weights { source: self, prefix: String::new() }
+    /// The handle for the embedding, the layers and the final norm.
+    pub(crate) fn body(&'a self) -> Weights<'a> {
+        self.under(self.checkpoint.names.body)
     }
 
-    /// Reports everything that was absent or misshapen; else the tensors nobody asked for.
-    pub(crate) fn finish(self) -> Result<Vec<&'a str>, LoadError> {
-        let (asked, problems) = (self.asked.into_inner(), self.problems.into_inner());
-        if !problems.is_empty() {
-            return Err(LoadError::Tensors { problems });
+    /// The handle for the output head.
+    pub(crate) fn head(&'a self) -> Weights<'a> {
+        self.under(self.checkpoint.names.head)
+    }
+
+    /// The handle for what is under the whole name `prefix`.
+    pub(crate) fn under(&'a self, prefix: &str) -> Weights<'a> {
+        Weights { source: self, prefix: prefix.to_owned(), device: Device::Cpu }
+    }
+
+    /// Reports everything that was absent or misshapen, or in the text model and not asked for; else what else was not
+    /// asked for, and what was loaded.
+    pub(crate) fn finish(self) -> Result<Assembled<'a>, LoadError> {
+        let (asked, mut problems) = (self.asked.into_inner(), self.problems.into_inner());
+        let Config { num_hidden_layers, tie_word_embeddings, .. } = *self.config;
+        let names = self.checkpoint.tensors.keys().map(String::as_str).filter(|name| !asked.contains(*name));
+        let unused = names
+            .map(|name| (self.checkpoint.names.unused(name, num_hidden_layers, tie_word_embeddings), name));
+        let unused: Vec<_> = unused.collect();
+        let in_text = unused.iter().filter(|(what, _)| *what == Unused::Text);
+        problems.extend(
+            in_text.map(|(_, name)| format!("`{name}` is not in the model that the config describes")),
+        );
+        match problems.is_empty() {
+            true => Ok(Assembled { unused, table: self.table.into_inner() }),
+            false => Err(LoadError::Tensors { problems }),
         }
-        let names = self.checkpoint.tensors.keys().map(String::as_str);
-        Ok(names.filter(|name| !asked.contains(*name)).collect())
     }
 }
 
 impl Weights<'_> {
     /// The handle for what is under `name`.
     pub(crate) fn sub(&self, name: impl std::fmt::Display) -> Self {
-        Self { source: self.source, prefix: format!("{}{name}.", self.prefix) }
+        Self { prefix: format!("{}{name}.", self.prefix), ..*self }
+    }
+
+    /// The same, for another device.
+    pub(crate) fn on(&self, device: Device) -> Self {
+        Self { source: self.source, prefix: self.prefix.clone(), device }
+    }
+
+    /// What the tensor `name` is stored as, if there is such a tensor.
+    pub(crate) fn dtype(&self, name: &str) -> Option<Dtype> {
+        self.entry(name).map(|entry| entry.dtype)
+    }
+
+    /// How this module must be stored by the config: `None` if plain.
+    pub(crate) fn scheme(&self) -> Option<Scheme> {
+        let (scheme, modules) = self.source.quantised.as_ref()?;
+        let names = self.module_names();
+        modules.includes(&[names.0, &names.1]).then_some(*scheme)
+    }
+
+    /// Whether the config names this module as one that stays plain.
+    pub(crate) fn is_ignored(&self) -> bool {
+        let names = self.module_names();
+        let modules = self.source.quantised.as_ref().map(|(_, modules)| modules);
+        modules.is_some_and(|modules| modules.ignores(&[names.0, &names.1]))
+    }
+
+    /// The module as it is called here, and as it would be in a checkpoint of the text model alone.
+    fn module_names(&self) -> (&str, String) {
+        let Names { body, head } = self.source.checkpoint.names;
+        let name = self.prefix.trim_end_matches('.');
+        let alone = match (self.prefix.strip_prefix(head), name.strip_prefix(body)) {
+            (Some(_), _) => "lm_head".to_owned(),
+            (None, Some(rest)) => format!("model.{rest}"),
+            (None, None) => name.to_owned(),
+        };
+        (name, alone)
+    }
+
+    /// The module's whole name, for messages.
+    pub(crate) fn module(&self) -> &str {
+        self.prefix.trim_end_matches('.')
+    }
+
+    /// Notes what is wrong. Nothing is loaded once something was noted.
+    pub(crate) fn refuse(&self, problem: String) {
+        self.source.problems.borrow_mut().push(problem);
+    }
+
+    /// Whether this is the assembly that loads.
+    pub(crate) fn is_loading(&self) -> bool {
+        self.source.loading
     }
 
     /// The tensor `name`, which must have this shape, in the model's kind.
@@ -165,43 +261,186 @@ impl Weights<'_> {
 
     /// The tensor `name` in a kind of its own.
     pub(crate) fn get_as(&self, name: &str, shape: &[i64], kind: Kind) -> Result<Parameter, LoadError> {
-        let name = format!("{}{name}", self.prefix);
-        let stored = self.source.checkpoint.tensors.get(&name);
-        let loaded = match check(&name, stored, shape) {
-            Ok((entry, stored_as)) if self.source.loading => self.load(entry, stored_as, kind)?,
-            Ok(_) => Parameter::owned(Tensor::new()),
-            Err(problem) => {
-                self.source.problems.borrow_mut().push(problem);
-                Parameter::owned(Tensor::new())
-            }
+        let Some(entry) = self.checked(name, shape) else { return Ok(Parameter::nothing()) };
+        let Some(stored_as) = kind_of(entry.dtype) else {
+            let (name, found) = (self.path(name), entry.dtype);
+            self.refuse(format!("`{name}` is {found:?}; F32, BF16, F16 and F64 can be read"));
+            return Ok(Parameter::nothing());
         };
-        self.source.asked.borrow_mut().insert(name);
+        match self.is_loading() {
+            true => self.load(entry, entry.range.clone(), shape, stored_as, kind),
+            false => Ok(Parameter::nothing()),
+        }
+    }
+
+    /// Row `index` of the three-dimensional tensor `name`, of it the part `rows`, as a matrix in the model's kind.
+    pub(crate) fn get_slice(
+        &self,
+        name: &str,
+        shape: &[i64; 3],
+        index: i64,
+        rows: std::ops::Range<i64>,
+    ) -> Result<Parameter, LoadError> {
+        let Some(entry) = self.checked(name, shape) else { return Ok(Parameter::nothing()) };
+        let Some(stored_as) = kind_of(entry.dtype) else {
+            if index == 0 {
+                let (name, found) = (self.path(name), entry.dtype);
+                self.refuse(format!("`{name}` is {found:?}; F32, BF16, F16 and F64 can be read"));
+            }
+            return Ok(Parameter::nothing());
+        };
+        if !self.is_loading() {
+            return Ok(Parameter::nothing());
+        }
+        // The whole tensor has as many bytes as its shape says: safetensors' reader checked that.
+        let row = shape[2] as usize * stored_as.elt_size_in_bytes();
+        let at = |first: i64| entry.range.start + (index * shape[1] + first) as usize * row;
+        let range = at(rows.start)..at(rows.end);
+        self.load(entry, range, &[rows.end - rows.start, shape[2]], stored_as, self.source.kind)
+    }
+
+    /// The bits of the tensor `name`, which must be stored as `dtype`, seen as numbers of `kind`, whose size must be that
+    /// of the last dimension's elements as `shape` counts them.
+    pub(crate) fn bits(
+        &self,
+        name: &str,
+        dtype: Dtype,
+        shape: &[i64],
+        seen_as: (Kind, &[i64]),
+    ) -> Result<Parameter, LoadError> {
+        let Some(entry) = self.checked(name, shape) else { return Ok(Parameter::nothing()) };
+        if entry.dtype != dtype {
+            let name = self.path(name);
+            self.refuse(format!("`{name}` is {:?}, not {dtype:?}", entry.dtype));
+            return Ok(Parameter::nothing());
+        }
+        if !self.is_loading() {
+            return Ok(Parameter::nothing());
+        }
+        let (kind, shape) = seen_as;
+        self.placed(entry, entry.range.clone(), shape, kind)
+    }
+
+    /// Factors of a packed matrix, in float32. They are counted with the matrix, see [`count_packed`](Self::count_packed).
+    pub(crate) fn factors(&self, name: &str, shape: &[i64]) -> Result<Parameter, LoadError> {
+        let stored = self.factors_as_stored(name, shape)?;
+        Ok(if stored.defined() { Parameter::owned(stored.f_to_kind(Kind::Float)?) } else { stored })
+    }
+
+    /// The same, in the kind they are stored in.
+    pub(crate) fn factors_as_stored(&self, name: &str, shape: &[i64]) -> Result<Parameter, LoadError> {
+        let Some(entry) = self.checked(name, shape) else { return Ok(Parameter::nothing()) };
+        let Some(stored_as) = kind_of(entry.dtype) else {
+            let (name, found) = (self.path(name), entry.dtype);
+            self.refuse(format!("`{name}` is {found:?}; F32, BF16, F16 and F64 can be read"));
+            return Ok(Parameter::nothing());
+        };
+        match self.is_loading() {
+            true => self.placed(entry, entry.range.clone(), shape, stored_as),
+            false => Ok(Parameter::nothing()),
+        }
+    }
+
+    /// One factor, `[]` or `[1]` in the file, as `[]`.
+    pub(crate) fn one_factor(&self, name: &str) -> Result<Parameter, LoadError> {
+        let shape: &[i64] = match self.entry(name) {
+            Some(entry) if entry.shape == [1] => &[1],
+            _ => &[],
+        };
+        let factor = self.factors(name, shape)?;
+        Ok(if factor.defined() { Parameter::owned(factor.f_reshape([0i64; 0])?) } else { factor })
+    }
+
+    /// The few integers in the tensor `name`, `None` if they are stored as something else.
+    pub(crate) fn integers(&self, name: &str) -> Option<Vec<i64>> {
+        let entry = self.entry(name)?;
+        self.source.asked.borrow_mut().insert(self.path(name));
+        let bytes = &entry.file[entry.range.clone()];
+        match entry.dtype {
+            Dtype::I64 => Some(bytes.as_chunks().0.iter().map(|&b| i64::from_le_bytes(b)).collect()),
+            Dtype::I32 => Some(bytes.as_chunks().0.iter().map(|&b| i32::from_le_bytes(b).into()).collect()),
+            _ => None,
+        }
+    }
+
+    /// Adds a packed matrix, with what belongs to it, to the table.
+    pub(crate) fn count_packed(&self, stored_as: &str, parameters: i64, names: &[&str], is_mapped: bool) {
+        if !self.is_loading() {
+            return;
+        }
+        let stored_bytes =
+            names.iter().filter_map(|name| self.entry(name)).map(|entry| entry.range.len()).sum::<usize>();
+        let stored_bytes = stored_bytes as u64;
+        let mapped_bytes = if is_mapped { stored_bytes } else { 0 };
+        let row = LoadRow { tensors: 1, parameters: parameters as u64, stored_bytes, mapped_bytes };
+        self.source.table.borrow_mut().add(stored_as, row);
+    }
+
+    fn path(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
+    }
+
+    fn entry(&self, name: &str) -> Option<&Entry> {
+        self.source.checkpoint.tensors.get(&self.path(name))
+    }
+
+    /// The entry, unless it is missing or misshapen, which is noted.
+    fn checked(&self, name: &str, shape: &[i64]) -> Option<&Entry> {
+        let (path, entry) = (self.path(name), self.entry(name));
+        let first_time = self.source.asked.borrow_mut().insert(path.clone());
+        let problem = match entry {
+            Some(entry) if entry.shape == shape => return Some(entry),
+            Some(entry) => format!("`{path}` is {:?}, the config asks for {shape:?}", entry.shape),
+            None => format!("`{path}` is missing"),
+        };
+        if first_time {
+            self.refuse(problem);
+        }
+        None
+    }
+
+    /// Numbers in `kind`, counted.
+    fn load(
+        &self,
+        entry: &Entry,
+        range: std::ops::Range<usize>,
+        shape: &[i64],
+        stored_as: Kind,
+        kind: Kind,
+    ) -> Result<Parameter, LoadError> {
+        let stored_bytes = range.len() as u64;
+        let placed = self.placed(entry, range, shape, stored_as)?;
+        let loaded = match stored_as == kind {
+            true => placed,
+            // Across first, then converted: the narrower of the two usually is the stored one.
+            false => Parameter::owned(placed.f_to_kind(kind)?),
+        };
+        let row = LoadRow {
+            tensors: 1,
+            parameters: shape.iter().product::<i64>() as u64,
+            stored_bytes,
+            mapped_bytes: if loaded.is_mapped() { stored_bytes } else { 0 },
+        };
+        self.source.table.borrow_mut().add(name_of(stored_as), row);
         Ok(loaded)
     }
 
-    fn load(&self, entry: &Entry, stored_as: Kind, kind: Kind) -> Result<Parameter, LoadError> {
-        let Entry { file, range, shape, .. } = entry;
-        let stored = match Parameter::over(file, range.clone(), shape, stored_as)? {
+    /// As stored, on the handle's device.
+    fn placed(
+        &self,
+        entry: &Entry,
+        range: std::ops::Range<usize>,
+        shape: &[i64],
+        kind: Kind,
+    ) -> Result<Parameter, LoadError> {
+        let stored = match Parameter::over(&entry.file, range.clone(), shape, kind)? {
             Some(mapped) => mapped,
-            None => Parameter::owned(Tensor::f_from_data_size(&file[range.clone()], shape, stored_as)?),
+            None => Parameter::owned(Tensor::f_from_data_size(&entry.file[range], shape, kind)?),
         };
-        if stored_as == kind && self.source.device == Device::Cpu {
-            return Ok(stored);
+        match self.device {
+            Device::Cpu => Ok(stored),
+            device => Ok(Parameter::owned(stored.f_to_device(device)?)),
         }
-        // Across first, then converted: the narrower of the two usually is the stored one.
-        let moved = stored.f_to_device(self.source.device)?.f_to_kind(kind)?;
-        Ok(Parameter::owned(moved))
-    }
-}
-
-fn check<'e>(name: &str, stored: Option<&'e Entry>, shape: &[i64]) -> Result<(&'e Entry, Kind), String> {
-    let entry = stored.ok_or_else(|| format!("`{name}` is missing"))?;
-    if entry.shape != shape {
-        return Err(format!("`{name}` is {:?}, the config asks for {shape:?}", entry.shape));
-    }
-    match kind_of(entry.dtype) {
-        Some(kind) => Ok((entry, kind)),
-        None => Err(format!("`{name}` is {:?}; F32, BF16, F16 and F64 can be read", entry.dtype)),
     }
 }
 
@@ -213,5 +452,14 @@ pub(crate) fn kind_of(dtype: Dtype) -> Option<Kind> {
         Dtype::F16 => Some(Kind::Half),
         Dtype::F64 => Some(Kind::Double),
         _ => None,
+    }
+}
+
+fn name_of(kind: Kind) -> &'static str {
+    match kind {
+        Kind::BFloat16 => "bfloat16",
+        Kind::Half => "float16",
+        Kind::Double => "float64",
+        _ => "float32",
     }
 }
