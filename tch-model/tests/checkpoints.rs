@@ -27,7 +27,7 @@ fn copy_of(name: &str) -> TempDir {
 }
 
 fn refusal(dir: &Path) -> LoadError {
-    let options = LoadOptions { device: Device::Cpu, dtype: DtypeChoice::Auto, tile_tokens: 64 };
+    let options = LoadOptions { devices: vec![Device::Cpu], dtype: DtypeChoice::Auto, tile_tokens: 64 };
     Model::load(dir, &options).expect_err("the checkpoint is not whole")
 }
 
@@ -127,7 +127,7 @@ fn a_directory_without_weights_and_one_without_config_are_named() {
 
 #[test]
 fn no_rows_at_a_time_is_no_option() {
-    let options = LoadOptions { device: Device::Cpu, dtype: DtypeChoice::Auto, tile_tokens: 0 };
+    let options = LoadOptions { devices: vec![Device::Cpu], dtype: DtypeChoice::Auto, tile_tokens: 0 };
     let error = Model::load(&model_dir("tiny-v2"), &options).unwrap_err();
     assert!(error.to_string().contains("tile_tokens"), "{error}");
 }

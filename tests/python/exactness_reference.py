@@ -40,6 +40,8 @@ def frequencies(config):
     high = min(math.ceil(turning(yarn["beta_slow"])), dim - 1)
     slowed = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
     stretched = plain * (1 - slowed) + plain / yarn["factor"] * slowed
+    if "attention_factor" in yarn:
+        return stretched, yarn["attention_factor"]
     return stretched, magnitude(yarn["factor"], yarn.get("mscale", 1.0)) / magnitude(yarn["factor"], yarn.get("mscale_all_dim", 0.0))
 
 

@@ -81,11 +81,15 @@ def ladders(rng, config, bias):
     return np.stack(columns, 1)
 
 
-def weights(config, seed, ties, sizes=None):
+def small_bias(rng, experts):
+    return 0.1 * rng.normal(size=experts)
+
+
+def weights(config, seed, ties, sizes=None, bias_of=small_bias):
     """A checkpoint's tensors, by their published names, as float64. `sizes` is how large the class's part of the normed
-    stream is in each layer; measured on a first draft when not given."""
+    stream is in each layer; measured on a first draft when not given. `bias_of` draws a gate's correction bias."""
     if sizes is None:
-        draft = weights(config, seed, ties, [3.0] * 99)
+        draft = weights(config, seed, ties, [3.0] * 99, bias_of)
         tokens = np.arange(2, 2 + 4 * CLASSES)
         planes = reference.forward(tokens, draft, config)[0]
         sizes = 4 / np.sqrt((planes**2).mean(-1)).mean(0)
@@ -139,7 +143,7 @@ def weights(config, seed, ties, sizes=None):
         experts = config["n_routed_experts"]
         gate_bias = None
         if config["topk_method"] == "noaux_tc":
-            gate_bias = np.float64(np.float32(0.1 * rng.normal(size=experts)))
+            gate_bias = np.float64(np.float32(bias_of(rng, experts)))
             w[f"{name}.mlp.gate.e_score_correction_bias"] = gate_bias
         linear(f"{name}.mlp.gate", experts, hidden)
         if not ties:
@@ -160,6 +164,10 @@ def save(out, config, w, dtype, shards):
     fp32 = lambda name: name.endswith("e_score_correction_bias")
     tensors = {n: torch.from_numpy(t).to(torch.float32 if fp32(n) else dtype).contiguous() for n, t in w.items()}
     (out / "config.json").write_text(json.dumps(dict(config, torch_dtype=str(dtype).split(".")[1]), indent=2) + "\n")
+    save_shards(out, tensors, shards)
+
+
+def save_shards(out, tensors, shards):
     if shards == 1:
         save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
         return
@@ -177,6 +185,8 @@ def save(out, config, w, dtype, shards):
 def transformers_run(out, config, dtype, prompts, forced):
     """Planes and logits by transformers. With `forced`, tokens go to these experts, by layer."""
     from transformers import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+    from transformers.utils import logging
+    logging.disable_progress_bar()
     classes = dict(deepseek_v2=DeepseekV2ForCausalLM, deepseek_v3=DeepseekV3ForCausalLM)
     model = classes[config["model_type"]].from_pretrained(out, dtype=dtype).eval()
     assert not any(p.isnan().any() for p in model.parameters())
@@ -206,36 +216,54 @@ def relative(a, b):
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-def build(root, name, seed):
-    config, dtype, shards, by_transformers, ties = MODELS[name]
-    out = root / name
+def fresh(out):
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    save(out, config, weights(config, seed, ties), dtype, shards)
-    # From the files, so that rounding to the stored dtype is part of the model.
+
+
+def stored_in(out):
+    """A plain checkpoint's tensors, from the files, so that rounding to the stored dtype is part of the model."""
     stored = {}
     for file in sorted(out.glob("model*.safetensors")):
         stored.update({n: t.double().numpy() for n, t in load_file(file).items()})
-    rng = np.random.default_rng(seed + 1)
-    prompts = [rng.integers(2, config["vocab_size"], n) for n in LENGTHS]
+    return stored
+
+
+def prompts_for(config, seed, lengths):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, config["vocab_size"], n) for n in lengths]
+
+
+def build(root, name, seed):
+    config, dtype, shards, by_transformers, ties = MODELS[name]
+    out = root / name
+    fresh(out)
+    save(out, config, weights(config, seed, ties), dtype, shards)
+    prompts = prompts_for(config, seed + 1, LENGTHS)
     prompts[5][:] = prompts[4][0]  # one token over and over: positions alone tell its rows apart
+    write_golden(out, name, config, stored_in(out), prompts, out if by_transformers else None, ties)
+
+
+def write_golden(out, name, config, stored, prompts, plain, ties=False):
+    """What the references make of `prompts`: float64 of the tensors in `stored`, and transformers of the checkpoint in
+    `plain`, if it is one."""
     runs = [reference.forward(prompt, stored, config) for prompt in prompts]
     margin = min(run[3] for run in runs)
     experts = [np.concatenate(parts) for parts in zip(*(run[2] for run in runs))]
     golden = dict(
-        token_ids=torch.from_numpy(np.concatenate(prompts)), lengths=torch.tensor(LENGTHS),
+        token_ids=torch.from_numpy(np.concatenate(prompts)), lengths=torch.tensor([len(prompt) for prompt in prompts]),
         planes_f64=torch.from_numpy(np.concatenate([run[0] for run in runs])),
         logits_f64=torch.from_numpy(np.concatenate([run[1] for run in runs])),
-        experts=torch.from_numpy(np.stack(experts)),
+        experts=torch.from_numpy(np.stack(experts) if experts else np.zeros((0, 0, 0), np.int64)),
     )
     used = len(golden["experts"].unique())
     print(f"{name}: smallest margin {margin:.2e}, {used} of {config['n_routed_experts']} experts used", end="", flush=True)
     if not ties and margin <= 5e-3:
-        raise SystemExit(f"\n{name}: seed {seed} has a near-tie (margin {margin:.1e}); choose another")
-    if by_transformers:
+        raise SystemExit(f"\n{name}: its seed has a near-tie (margin {margin:.1e}); choose another")
+    if plain:
         for kind, torch_dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
             forced = experts if ties else None
-            planes, logits = transformers_run(out, config, torch_dtype, prompts, forced)
+            planes, logits = transformers_run(plain, config, torch_dtype, prompts, forced)
             golden[f"planes_{kind}"], golden[f"logits_{kind}"] = planes, logits
             errors = [relative(planes[:, p], golden["planes_f64"][:, p]) for p in range(planes.shape[1])]
             print(f"; transformers {kind} off by {max(errors):.1e}, logits {relative(logits, golden['logits_f64']):.1e}", end="")
@@ -248,5 +276,10 @@ if __name__ == "__main__":
     torch.set_num_threads(2)
     for name in MODELS:
         build(root, name, SEED)
+    # Not imported above: they need this module.
+    import make_grid
+    import make_quantised
+    make_grid.build_all(root)
+    make_quantised.build_all(root)
     # Written last: a run that was cut short is not taken for a whole one.
     (root / "complete").write_text("made by tests/python/make_models.py\n")

@@ -2,6 +2,8 @@
 #![allow(dead_code, reason = "each test binary uses its own part")]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+pub(crate) mod bounds;
+
 use std::path::{Path, PathBuf};
 
 use safetensors::{Dtype, SafeTensors};
@@ -25,11 +27,17 @@ pub(crate) fn golden_dir() -> PathBuf {
 }
 
 pub(crate) fn model_dir(name: &str) -> PathBuf {
-    golden_dir().join(name)
+    let dir = golden_dir().join(name);
+    assert!(
+        dir.is_dir(),
+        "{} was not made yet; make it with: .tether/venv/bin/python tests/python/make_models.py",
+        dir.display()
+    );
+    dir
 }
 
 pub(crate) fn load(dir: &Path, dtype: DtypeChoice, tile_tokens: usize, products: Option<Products>) -> Model {
-    Model::load_with(dir, &LoadOptions { device: Device::Cpu, dtype, tile_tokens }, products).unwrap()
+    Model::load_with(dir, &LoadOptions { devices: vec![Device::Cpu], dtype, tile_tokens }, products).unwrap()
 }
 
 pub(crate) fn float32(name: &str, tile_tokens: usize) -> Model {
