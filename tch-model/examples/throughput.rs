@@ -33,12 +33,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let layers = model.config().num_hidden_layers;
     let spec = CaptureSpec::new(&[1, 2, 3], FinalState::PreNorm, layers)?;
     let capture = Some(Capture { spec: &spec, kind: Kind::BFloat16, first_row: 0 });
-    let sequences: Vec<Sequence<'_>> =
-        prompts.iter().map(|ids| Sequence { token_ids: ids, capture, last_logits: false }).collect();
+    let mut sequences: Vec<Sequence<'_>> =
+        prompts.iter().map(|ids| Sequence { capture, ..Sequence::new(ids) }).collect();
     let tokens: i64 = lengths.iter().sum();
     for pass in 1..=3 {
         let started = Instant::now();
-        drop(model.forward(&sequences)?);
+        drop(model.forward(&mut sequences)?);
         let seconds = started.elapsed().as_secs_f64();
         println!("pass {pass}: {tokens} tokens in {seconds:.2} s, {:.1} tokens/s", tokens as f64 / seconds);
     }

@@ -6,6 +6,8 @@ use crate::{ForwardError, Sequence};
 pub(crate) struct Batch {
     /// The first row of each sequence, and the number of rows of the step behind the last.
     starts: Vec<i64>,
+    /// How many tokens of each sequence earlier passes have run.
+    past: Vec<i64>,
 }
 
 /// A run of packed rows that goes through a layer together. It may begin and end inside a sequence.
@@ -28,7 +30,7 @@ pub(crate) struct Segment {
     pub(crate) first: i64,
     /// How many rows they have in common.
     pub(crate) rows: i64,
-    /// Position of the first one in its sequence: so many rows of it lie in earlier tiles.
+    /// Place of the first one among its sequence's rows of this step: so many of them lie in earlier tiles.
     pub(crate) position: i64,
 }
 
@@ -40,24 +42,34 @@ impl Batch {
         max_positions: i64,
     ) -> Result<Self, ForwardError> {
         let mut starts = vec![0];
+        let mut past = Vec::with_capacity(sequences.len());
         let mut end = 0;
         for (sequence, of) in sequences.iter().enumerate() {
             let tokens = of.token_ids.len();
             if tokens == 0 {
                 return Err(ForwardError::Empty { sequence });
             }
-            if i64::try_from(tokens).map_or(true, |tokens| tokens > max_positions) {
-                return Err(ForwardError::TooLong { sequence, tokens, limit: max_positions });
+            let cached = of.cache.as_ref().map_or(0, |cache| cache.len());
+            if i64::try_from(cached + tokens).map_or(true, |tokens| tokens > max_positions) {
+                return Err(ForwardError::TooLong {
+                    sequence,
+                    tokens: cached + tokens,
+                    limit: max_positions,
+                });
             }
             let outside = |&token: &i64| !(0..vocab_size).contains(&token);
             if let Some(position) = of.token_ids.iter().position(outside) {
                 let token = of.token_ids[position];
                 return Err(ForwardError::Token { sequence, position, token, vocab_size });
             }
+            if let Some(scoring) = &of.scoring {
+                scoring.check(sequence, tokens, vocab_size)?;
+            }
             end += tokens as i64;
             starts.push(end);
+            past.push(cached as i64);
         }
-        Ok(Self { starts })
+        Ok(Self { starts, past })
     }
 
     /// Rows of the whole step.
@@ -70,14 +82,10 @@ impl Batch {
         self.starts.windows(2).map(|pair| (pair[0], pair[1] - pair[0]))
     }
 
-    /// The position of every row in its sequence.
+    /// The position of every row in its sequence, counted from the sequence's first token.
     pub(crate) fn positions(&self) -> Vec<i64> {
-        self.sequences().flat_map(|(_, rows)| 0..rows).collect()
-    }
-
-    /// The longest sequence.
-    pub(crate) fn longest(&self) -> i64 {
-        self.sequences().map(|(_, rows)| rows).max().unwrap_or(0)
+        let rows = self.sequences().zip(&self.past);
+        rows.flat_map(|((_, rows), &past)| past..past + rows).collect()
     }
 
     /// The rows in tiles of `tile_rows`, the last one perhaps shorter.
@@ -112,8 +120,7 @@ mod tests {
 
     fn batch(lengths: &[usize]) -> Batch {
         let ids: Vec<Vec<i64>> = lengths.iter().map(|&length| vec![0; length]).collect();
-        let sequences: Vec<_> =
-            ids.iter().map(|ids| Sequence { token_ids: ids, capture: None, last_logits: false }).collect();
+        let sequences: Vec<_> = ids.iter().map(|ids| Sequence::new(ids)).collect();
         Batch::new(&sequences, 1, 1_000_000).unwrap()
     }
 

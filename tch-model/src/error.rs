@@ -141,6 +141,20 @@ pub enum ForwardError {
         /// Rows there are.
         tokens: usize,
     },
+    /// Scoring of rows that are not there.
+    #[error(
+        "sequence {sequence}: {targets} tokens are scored from row {first_row} on, there are {tokens} rows"
+    )]
+    Scoring {
+        /// Its place in the call.
+        sequence: usize,
+        /// The first row asked for.
+        first_row: usize,
+        /// How many rows were.
+        targets: usize,
+        /// Rows there are.
+        tokens: usize,
+    },
     /// A kind hidden states cannot be stored in.
     #[error(
         "sequence {sequence}: hidden states cannot be captured as {kind}; float32, bfloat16 and float16 can"

@@ -41,7 +41,7 @@ impl DecoderLayer {
         let mlp = weights.sub("mlp");
         Ok(Self {
             input_layernorm: norm("input_layernorm")?,
-            self_attn: Attention::load(&weights.sub("self_attn"), config, kind)?,
+            self_attn: Attention::load(&weights.sub("self_attn"), config, index, kind)?,
             post_attention_layernorm: norm("post_attention_layernorm")?,
             mlp: match config.is_moe(index) {
                 true => FeedForward::Experts(Moe::load(&mlp, config)?),

@@ -11,6 +11,7 @@
 
 mod attention;
 mod batch;
+mod cache;
 mod capture;
 mod config;
 mod devices;
@@ -27,12 +28,15 @@ mod quantised;
 mod rope;
 mod routes;
 mod routing;
+mod scores;
 mod weights;
 
+pub use cache::KvCache;
 pub use capture::{Capture, CapturePoint, CaptureSpec, FinalState, InvalidCapture, default_points};
 pub use config::{Architecture, Config, Quantisation, RopeConfig, Scheme, TopkMethod, Yarn};
 pub use error::{ForwardError, LoadError};
 pub use model::{DtypeChoice, LoadOptions, Model, Sequence, SequenceOutput};
 pub use products::Products;
 pub use routes::Routes;
+pub use scores::{Scores, Scoring};
 pub use weights::{LoadRow, LoadTable};

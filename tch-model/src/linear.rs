@@ -77,9 +77,13 @@ impl Linear {
         }
     }
 
-    /// The whole weight, `[out, in]`, in `kind` and in memory of its own: for products that this struct does not make.
-    #[cfg(test)]
+    /// The whole weight, `[out, in]`, in `kind`, to be read only: for products that this struct does not make.
     pub(crate) fn expanded(&self, kind: Kind) -> Tensor {
+        if let Matrix::Plain(weight) = &self.weight
+            && weight.kind() == kind
+        {
+            return weight.shallow_clone();
+        }
         let (outputs, inputs) = self.size();
         let mut whole = Tensor::empty([outputs, inputs], (kind, self.device()));
         match &self.weight {

@@ -7,8 +7,9 @@ use std::time::Instant;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::attention::Step;
+use crate::attention::{Past, Step};
 use crate::batch::Batch;
+use crate::cache::KvCache;
 use crate::capture::{Capture, CapturePoint, Captures};
 use crate::config::Config;
 use crate::devices::{self, Stage};
@@ -19,6 +20,7 @@ use crate::norm::RmsNorm;
 use crate::products::Products;
 use crate::rope::Rope;
 use crate::routes::Routes;
+use crate::scores::{Scores, Scoring};
 use crate::weights::{Checkpoint, LoadTable, Source, Unused};
 use crate::{ForwardError, LoadError};
 
@@ -45,15 +47,27 @@ pub enum DtypeChoice {
     BFloat16,
 }
 
-/// One sequence of a step.
-#[derive(Clone, Copy, Debug)]
+/// One sequence of a step, or the next part of one.
+#[derive(Debug)]
 pub struct Sequence<'a> {
-    /// Its tokens; position 0 is the first.
+    /// Its tokens; those behind what the cache holds.
     pub token_ids: &'a [i64],
+    /// What earlier passes have made of the tokens before these, to which this one adds. `None` for a sequence that is
+    /// run whole and once.
+    pub cache: Option<&'a mut KvCache>,
     /// What to keep of its hidden states.
     pub capture: Option<Capture<'a>>,
     /// Whether to compute the logits behind its last token.
     pub last_logits: bool,
+    /// How likely given tokens are behind its own.
+    pub scoring: Option<Scoring<'a>>,
+}
+
+impl<'a> Sequence<'a> {
+    /// One that is run for nothing yet.
+    pub fn new(token_ids: &'a [i64]) -> Self {
+        Self { token_ids, cache: None, capture: None, last_logits: false, scoring: None }
+    }
 }
 
 /// What a step made of one sequence.
@@ -65,6 +79,8 @@ pub struct SequenceOutput {
     pub hidden_states: Option<Tensor>,
     /// `[vocab]`, f32 on the CPU: what the model says of the token after the last.
     pub logits: Option<Tensor>,
+    /// What was asked by [`Sequence::scoring`].
+    pub scores: Option<Scores>,
 }
 
 /// A DeepSeek-V2 or -V3 model with its weights. It is run from one thread at a time.
@@ -227,15 +243,16 @@ impl Model {
     /// One pass over packed sequences; results in the order given.
     ///
     /// # Errors
-    /// When a sequence cannot be run, or libtorch refuses. Nothing is kept of a failed pass, and the model stays usable.
-    pub fn forward(&self, sequences: &[Sequence<'_>]) -> Result<Vec<SequenceOutput>, ForwardError> {
+    /// When a sequence cannot be run, or libtorch refuses. Nothing is kept of a failed pass: caches hold what they held, and
+    /// the model stays usable.
+    pub fn forward(&self, sequences: &mut [Sequence<'_>]) -> Result<Vec<SequenceOutput>, ForwardError> {
         self.forward_with(sequences, Routes::Free)
     }
 
     /// As [`forward`](Self::forward), watching or deciding which experts are used.
     pub fn forward_with(
         &self,
-        sequences: &[Sequence<'_>],
+        sequences: &mut [Sequence<'_>],
         mut routes: Routes<'_>,
     ) -> Result<Vec<SequenceOutput>, ForwardError> {
         let batch = Batch::new(sequences, self.config.vocab_size, self.config.max_position_embeddings)?;
@@ -245,16 +262,48 @@ impl Model {
         guarded(|| {
             routes.check(with_experts, batch.rows(), top_k, experts)?;
             let captures = Captures::new(sequences, self.config.num_hidden_layers, self.config.hidden_size)?;
-            Ok(self.run(sequences, &batch, captures, &mut routes))
+            let rows: Vec<i64> = batch.sequences().map(|(_, rows)| rows).collect();
+            let mut reserve = |(sequence, rows): (&mut Sequence<'_>, &i64)| {
+                let cache = sequence.cache.as_mut()?;
+                let len = cache.len() as i64;
+                Some(Past { len, layers: cache.reserve(*rows, self.config.max_position_embeddings) })
+            };
+            let pasts = sequences.iter_mut().zip(&rows).map(&mut reserve).collect();
+            let outputs = self.run(sequences, &batch, pasts, captures, &mut routes);
+            for (sequence, rows) in sequences.iter_mut().zip(rows) {
+                if let Some(cache) = &mut sequence.cache {
+                    cache.extend(rows);
+                }
+            }
+            Ok(outputs)
         })?
+    }
+
+    /// A cache without tokens, for a sequence that is run in parts.
+    pub fn new_cache(&self) -> KvCache {
+        let devices = self.stages.iter().flat_map(|stage| stage.layers.clone().map(|_| stage.device));
+        KvCache::new(devices, self.latent_width(), self.products.activations(self.kind))
+    }
+
+    /// Bytes that a token takes in a cache, over all layers.
+    pub fn cache_bytes_per_token(&self) -> u64 {
+        let element = self.products.activations(self.kind).elt_size_in_bytes() as u64;
+        self.latent_width() as u64 * self.config.num_hidden_layers as u64 * element
+    }
+
+    fn latent_width(&self) -> i64 {
+        self.config.kv_lora_rank + self.config.qk_rope_head_dim
     }
 
     /// The output head over rows that went through the final norm: `[rows, hidden]` to `[rows, vocab]`, f32.
     ///
-    /// # Panics
+    /// # Errors
     /// When libtorch refuses, most often for want of memory.
-    pub fn logits(&self, normed: &Tensor) -> Tensor {
-        let _no_grad = tch::no_grad_guard();
+    pub fn logits(&self, normed: &Tensor) -> Result<Tensor, ForwardError> {
+        guarded(|| self.head(normed))
+    }
+
+    fn head(&self, normed: &Tensor) -> Tensor {
         let activations = self.products.activations(self.kind);
         let (_, last) = ends(&self.stages);
         let normed = normed.to_device(last).to_kind(activations);
@@ -266,6 +315,7 @@ impl Model {
         &self,
         sequences: &[Sequence<'_>],
         batch: &Batch,
+        pasts: Vec<Option<Past>>,
         mut captures: Captures<'_>,
         routes: &mut Routes<'_>,
     ) -> Vec<SequenceOutput> {
@@ -277,9 +327,12 @@ impl Model {
         // The residual stream of the whole step, `[num_tokens, hidden]`; layers work on it in place.
         let mut hidden = Tensor::embedding(&self.body.embed_tokens, &token_ids, -1, false, false);
         let tiles = batch.tiles(self.tile_tokens);
-        for stage in &self.stages {
-            hidden = hidden.to_device(stage.device);
-            let step = self.step(batch, stage.device);
+        let mut step = self.step(batch, ends(&self.stages).0, pasts);
+        for (number, stage) in self.stages.iter().enumerate() {
+            if number > 0 {
+                hidden = hidden.to_device(stage.device);
+                step = self.step(batch, stage.device, step.pasts);
+            }
             for index in stage.layers.clone() {
                 for tile in &tiles {
                     let mut rows = hidden.narrow(0, tile.first, tile.rows);
@@ -296,6 +349,7 @@ impl Model {
             }
         }
         let mut logits = self.last_logits(sequences, batch, &hidden).into_iter();
+        let mut scores = self.scores(sequences, batch, &hidden).into_iter();
         // On the CPU this is the tensor that the embedding read.
         let token_ids = token_ids.to_device(Device::Cpu);
         let outputs = sequences.iter().zip(batch.sequences()).zip(captures.into_states());
@@ -304,17 +358,26 @@ impl Model {
                 token_ids: token_ids.narrow(0, first, rows),
                 hidden_states,
                 logits: sequence.last_logits.then(|| logits.next()).flatten(),
+                scores: scores.next().flatten(),
             })
             .collect()
     }
 
-    fn step(&self, batch: &Batch, device: Device) -> Step {
-        let latent = self.config.kv_lora_rank + self.config.qk_rope_head_dim;
+    fn step(&self, batch: &Batch, device: Device, pasts: Vec<Option<Past>>) -> Step {
         let activations = self.products.activations(self.kind);
         Step {
-            rotations: self.rope.rotations(&batch.positions(), batch.longest(), device),
-            latents: Tensor::empty([batch.rows(), latent], (activations, device)),
+            rotations: self.rope.rotations(&batch.positions(), device),
+            latents: Tensor::empty([batch.rows(), self.latent_width()], (activations, device)),
+            pasts,
         }
+    }
+
+    fn scores(&self, sequences: &[Sequence<'_>], batch: &Batch, hidden: &Tensor) -> Vec<Option<Scores>> {
+        let head = |rows: &Tensor| self.head(&self.body.norm.forward(rows));
+        let of = |(sequence, (first, rows)): (&Sequence<'_>, (i64, i64))| {
+            Some(sequence.scoring?.run(&hidden.narrow(0, first, rows), head))
+        };
+        sequences.iter().zip(batch.sequences()).map(of).collect()
     }
 
     /// The logits of those sequences that want them, in order. Norm and head see their last rows only.
@@ -325,7 +388,7 @@ impl Model {
             return Vec::new();
         }
         let rows = hidden.index_select(0, &Tensor::from_slice(&last).to_device(hidden.device()));
-        self.logits(&self.body.norm.forward(&rows)).to_device(Device::Cpu).unbind(0)
+        self.head(&self.body.norm.forward(&rows)).to_device(Device::Cpu).unbind(0)
     }
 }
 

@@ -23,19 +23,26 @@ impl Rope {
         Self { frequencies: frequencies(config, dim), magnitude }
     }
 
-    /// The rotation of each position of `positions`, all of them below `end`: complex numbers `[rows, pairs]`. Angles,
-    /// cosines and sines are computed in float64 and rounded once, to float32.
-    pub(crate) fn rotations(&self, positions: &[i64], end: i64, device: Device) -> Tensor {
+    /// The rotation of each position of `positions`: complex numbers `[rows, pairs]`. Angles, cosines and sines are
+    /// computed in float64 and rounded once, to float32.
+    pub(crate) fn rotations(&self, positions: &[i64], device: Device) -> Tensor {
+        // Packed sequences share positions, and continued ones are at far ones: each is computed once.
+        let mut distinct = positions.to_vec();
+        distinct.sort_unstable();
+        distinct.dedup();
+        let at = |position: &i64| distinct.binary_search(position).expect("it is one of them") as i64;
+        let places: Vec<i64> = positions.iter().map(at).collect();
         let turn = |(position, frequency): (i64, &f64)| {
             let (sine, cosine) = (position as f64 * frequency).sin_cos();
             [(cosine * self.magnitude) as f32, (sine * self.magnitude) as f32]
         };
-        let turns =
-            (0..end).flat_map(|position| self.frequencies.iter().map(move |frequency| (position, frequency)));
+        let turns = distinct
+            .iter()
+            .flat_map(|&position| self.frequencies.iter().map(move |frequency| (position, frequency)));
         let table: Vec<f32> = turns.flat_map(turn).collect();
-        let table =
-            Tensor::from_slice(&table).view([end, self.frequencies.len() as i64, 2]).to_device(device);
-        table.index_select(0, &Tensor::from_slice(positions).to_device(device)).view_as_complex()
+        let shape = [distinct.len() as i64, self.frequencies.len() as i64, 2];
+        let table = Tensor::from_slice(&table).view(shape).to_device(device);
+        table.index_select(0, &Tensor::from_slice(&places).to_device(device)).view_as_complex()
     }
 }
 
@@ -112,7 +119,7 @@ mod tests {
     #[test]
     fn neighbouring_pairs_are_turned() {
         let x = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0]).view([1, 1, 4]);
-        rotate_(&x, &Rope::of(&plain(), 4).rotations(&[1], 2, Device::Cpu));
+        rotate_(&x, &Rope::of(&plain(), 4).rotations(&[1], Device::Cpu));
         let (s0, c0) = 1f64.sin_cos();
         let (s1, c1) = 0.01f64.sin_cos();
         let expected = [c0 - 2.0 * s0, s0 + 2.0 * c0, 3.0 * c1 - 4.0 * s1, 3.0 * s1 + 4.0 * c1];
@@ -127,7 +134,7 @@ mod tests {
     fn angles_stay_exact_at_far_positions() {
         for config in [plain(), yarn(40.0, 4096.0)] {
             let rope = Rope::of(&config, 64);
-            let rotations = rope.rotations(&[163_839, 8191, 0], 163_840, Device::Cpu).view_as_real();
+            let rotations = rope.rotations(&[163_839, 8191, 0], Device::Cpu).view_as_real();
             for (row, position) in [163_839f64, 8191.0, 0.0].into_iter().enumerate() {
                 for pair in 0..32 {
                     let (sine, cosine) = (position * rope.frequencies[pair]).sin_cos();
@@ -162,7 +169,7 @@ mod tests {
 
     #[test]
     fn a_view_at_an_odd_offset_and_bfloat16_turn_like_an_aligned_one() {
-        let rotations = Rope::of(&plain(), 6).rotations(&[3, 0, 9, 4], 10, Device::Cpu);
+        let rotations = Rope::of(&plain(), 6).rotations(&[3, 0, 9, 4], Device::Cpu);
         let wide = Tensor::randn([4, 2, 9], (Kind::Float, Device::Cpu));
         let aligned = wide.narrow(2, 3, 6).copy();
         rotate_(&aligned, &rotations);

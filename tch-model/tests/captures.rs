@@ -11,17 +11,14 @@ use tether_model::{
 };
 
 fn sequence<'a>(token_ids: &'a [i64], spec: &'a CaptureSpec) -> Sequence<'a> {
-    Sequence {
-        token_ids,
-        capture: Some(Capture { spec, kind: Kind::Float, first_row: 0 }),
-        last_logits: false,
-    }
+    let capture = Some(Capture { spec, kind: Kind::Float, first_row: 0 });
+    Sequence { capture, ..Sequence::new(token_ids) }
 }
 
 /// The hidden states of one prompt, `[tokens, planes, hidden]`.
 fn captured(model: &Model, prompt: &[i64], points: &[i64], last: FinalState) -> Tensor {
     let spec = CaptureSpec::new(points, last, model.config().num_hidden_layers).unwrap();
-    model.forward(&[sequence(prompt, &spec)]).unwrap().remove(0).hidden_states.unwrap()
+    model.forward(&mut [sequence(prompt, &spec)]).unwrap().remove(0).hidden_states.unwrap()
 }
 
 /// Point k is what enters layer k, so what layer k-1 gave out, and neither of its neighbours.
@@ -114,23 +111,15 @@ fn each_sequence_gets_its_own_points_kind_and_first_row() {
             .collect();
     let capture = |spec, kind, first_row| Some(Capture { spec, kind, first_row });
     let outputs = model
-        .forward(&[
+        .forward(&mut [
             Sequence {
-                token_ids: prompts[0],
                 capture: capture(&specs[0], Kind::BFloat16, 1),
                 last_logits: true,
+                ..Sequence::new(prompts[0])
             },
-            Sequence {
-                token_ids: prompts[1],
-                capture: capture(&specs[1], Kind::Float, 6),
-                last_logits: false,
-            },
-            Sequence { token_ids: prompts[2], capture: None, last_logits: true },
-            Sequence {
-                token_ids: prompts[3],
-                capture: capture(&specs[2], Kind::Half, 3),
-                last_logits: false,
-            },
+            Sequence { capture: capture(&specs[1], Kind::Float, 6), ..Sequence::new(prompts[1]) },
+            Sequence { last_logits: true, ..Sequence::new(prompts[2]) },
+            Sequence { capture: capture(&specs[2], Kind::Half, 3), ..Sequence::new(prompts[3]) },
         ])
         .unwrap();
     let all = everything(&model);
@@ -148,7 +137,8 @@ fn each_sequence_gets_its_own_points_kind_and_first_row() {
     assert_eq!((second.size(), second.kind()), (vec![4, 1, 128], Kind::Float));
     assert_eq!((last.size(), last.kind()), (vec![0, 1, 128], Kind::Half));
     // The same rows and planes of a pass that keeps everything.
-    let alone = |prompt| model.forward(&[sequence(prompt, &all)]).unwrap().remove(0).hidden_states.unwrap();
+    let alone =
+        |prompt| model.forward(&mut [sequence(prompt, &all)]).unwrap().remove(0).hidden_states.unwrap();
     let expected = alone(prompts[0]).narrow(0, 1, 3).index_select(1, &Tensor::from_slice(&[1i64, 7, 8, 9]));
     assert!(relative_error(first, &expected) < 4e-3);
     assert!(relative_error(second, &alone(prompts[1]).narrow(0, 6, 4).narrow(1, 3, 1)) < 1e-5);
@@ -162,16 +152,16 @@ fn capturing_changes_no_logit() {
     let (model, golden) = (float32("tiny-v3", 64), Golden::read("tiny-v3"));
     let spec = everything(&model);
     let logits = |capture: bool| -> Vec<Tensor> {
-        let sequences: Vec<Sequence<'_>> = golden
+        let mut sequences: Vec<Sequence<'_>> = golden
             .prompts
             .iter()
             .map(|ids| Sequence {
                 capture: sequence(ids, &spec).capture.filter(|_| capture),
-                token_ids: ids,
                 last_logits: true,
+                ..Sequence::new(ids)
             })
             .collect();
-        model.forward(&sequences).unwrap().into_iter().map(|output| output.logits.unwrap()).collect()
+        model.forward(&mut sequences).unwrap().into_iter().map(|output| output.logits.unwrap()).collect()
     };
     assert_eq!(logits(false), logits(true));
 }
@@ -205,10 +195,10 @@ fn points_are_named_by_the_spec_in_plane_order() {
 fn sequences_that_cannot_run_are_refused_by_place_and_the_model_stays_usable() {
     let model = float32("tiny-v2", 4096);
     fn plain(token_ids: &[i64]) -> Sequence<'_> {
-        Sequence { token_ids, capture: None, last_logits: true }
+        Sequence { last_logits: true, ..Sequence::new(token_ids) }
     }
     let good = [5i64, 6];
-    let refused = |bad: &[i64]| model.forward(&[plain(&good), plain(bad)]).unwrap_err();
+    let refused = |bad: &[i64]| model.forward(&mut [plain(&good), plain(bad)]).unwrap_err();
     assert_eq!(refused(&[]), ForwardError::Empty { sequence: 1 });
     for token in [-1, 512, i64::MAX, i64::MIN] {
         let expected = ForwardError::Token { sequence: 1, position: 2, token, vocab_size: 512 };
@@ -216,21 +206,21 @@ fn sequences_that_cannot_run_are_refused_by_place_and_the_model_stays_usable() {
     }
     assert_eq!(refused(&[1; 257]), ForwardError::TooLong { sequence: 1, tokens: 257, limit: 256 });
     let deeper = CaptureSpec::new(&[9], FinalState::None, 9).unwrap();
-    let error = model.forward(&[sequence(&good, &deeper)]).unwrap_err();
+    let error = model.forward(&mut [sequence(&good, &deeper)]).unwrap_err();
     assert_eq!(error, ForwardError::Depth { sequence: 0, asked: 9, layers: 8 });
     let spec = CaptureSpec::new(&[2], FinalState::None, 8).unwrap();
     let with = |kind, first_row| {
         let capture = Some(Capture { spec: &spec, kind, first_row });
-        model.forward(&[Sequence { token_ids: &good, capture, last_logits: false }]).unwrap_err()
+        model.forward(&mut [Sequence { capture, ..Sequence::new(&good) }]).unwrap_err()
     };
     assert_eq!(with(Kind::Float, 3), ForwardError::FirstRow { sequence: 0, first_row: 3, tokens: 2 });
     assert!(matches!(with(Kind::Int64, 0), ForwardError::Kind { sequence: 0, .. }));
     let wrong = [Tensor::zeros([2, 4], (Kind::Int64, Device::Cpu))];
-    let error = model.forward_with(&[plain(&good)], Routes::forced(&wrong)).unwrap_err();
+    let error = model.forward_with(&mut [plain(&good)], Routes::forced(&wrong)).unwrap_err();
     assert!(matches!(error, ForwardError::Routes { .. }), "{error}");
-    assert!(model.forward(&[]).unwrap().is_empty());
-    assert!(model.forward(&[plain(&good)]).unwrap()[0].logits.is_some());
-    assert!(model.forward(&[plain(&[1; 256])]).is_ok());
+    assert!(model.forward(&mut []).unwrap().is_empty());
+    assert!(model.forward(&mut [plain(&good)]).unwrap()[0].logits.is_some());
+    assert!(model.forward(&mut [plain(&[1; 256])]).is_ok());
 }
 
 fn resident_bytes() -> usize {
@@ -248,7 +238,7 @@ fn a_thousand_passes_on_a_fresh_thread_keep_no_graph_and_no_memory() {
         for pass in 0..1100 {
             let prompt = &golden.prompts[3 + pass % 6];
             let outputs =
-                model.forward(&[Sequence { last_logits: true, ..sequence(prompt, &spec) }]).unwrap();
+                model.forward(&mut [Sequence { last_logits: true, ..sequence(prompt, &spec) }]).unwrap();
             let tensors = [&outputs[0].hidden_states, &outputs[0].logits];
             assert!(tensors.into_iter().flatten().all(|tensor| !tensor.requires_grad()));
             if pass == 100 {

@@ -6,7 +6,9 @@
 mod common;
 
 use common::bounds::{FLOAT32, MARGIN, within_bfloat16, within_float32};
-use common::{Golden, float32, load, model_dir, relative_error, run, run_alone, worst_element};
+use common::{
+    Golden, float32, load, model_dir, relative_error, run, run_alone, run_in_chunks, worst_element,
+};
 use tch::{Kind, Tensor};
 use tether_model::{DtypeChoice, Model, Products, Routes};
 
@@ -129,6 +131,37 @@ fn with_the_references_experts_near_ties_do_not_matter() {
             let model = load(&model_dir(name), DtypeChoice::BFloat16, tile_tokens, Some(products));
             let rounded = run(&model, &prompts, Routes::forced(&experts));
             within_bfloat16(&format!("{what}, {products:?}"), &rounded, &golden);
+        }
+    }
+}
+
+/// A token at a time and a few (absorbed, behind the first), many (expanded) and all at once.
+const CHUNKS: [usize; 4] = [1, 7, 128, 4096];
+
+#[test]
+fn chunks_of_any_size_behind_a_cache_are_exact() {
+    for (name, reference) in [("tiny-v2", "f32"), ("tiny-v2-group", "f64"), ("tiny-v3", "f64")] {
+        let golden = Golden::read(name);
+        let prompts = golden.prompts();
+        for (chunk, tile_tokens) in CHUNKS.into_iter().zip([4096, 5, 64, 4096]) {
+            let found = run_in_chunks(&float32(name, tile_tokens), &prompts, chunk);
+            let what = format!("{name} in chunks of {chunk}, tiles of {tile_tokens}");
+            within_float32(&what, &found, &golden, reference);
+        }
+    }
+}
+
+#[test]
+fn chunks_behind_a_cache_are_as_exact_as_transformers_in_bfloat16() {
+    for name in ["tiny-v2", "tiny-v2-group", "tiny-v3"] {
+        let golden = Golden::read(name);
+        let prompts = golden.prompts();
+        for products in [Products::Widened, Products::Native] {
+            let model = load(&model_dir(name), DtypeChoice::BFloat16, 4096, Some(products));
+            for chunk in [1, 7, 128] {
+                let found = run_in_chunks(&model, &prompts, chunk);
+                within_bfloat16(&format!("{name} in chunks of {chunk}, {products:?}"), &found, &golden);
+            }
         }
     }
 }

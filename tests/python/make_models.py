@@ -277,8 +277,10 @@ if __name__ == "__main__":
     for name in MODELS:
         build(root, name, SEED)
     # Not imported above: they need this module.
+    import make_generations
     import make_grid
     import make_quantised
+    make_generations.build_all(root)
     make_grid.build_all(root)
     make_quantised.build_all(root)
     # Written last: a run that was cut short is not taken for a whole one.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use safetensors::{Dtype, SafeTensors};
 use tch::{Device, Kind, Tensor};
 use tether_model::{
-    Capture, CaptureSpec, DtypeChoice, FinalState, LoadOptions, Model, Products, Routes, Sequence,
+    Capture, CaptureSpec, DtypeChoice, FinalState, KvCache, LoadOptions, Model, Products, Routes, Sequence,
     SequenceOutput,
 };
 
@@ -53,7 +53,12 @@ pub(crate) struct Golden {
 
 impl Golden {
     pub(crate) fn read(name: &str) -> Self {
-        let file = std::fs::read(model_dir(name).join("golden.safetensors")).unwrap();
+        Self::read_file(name, "golden.safetensors")
+    }
+
+    /// Another file of the same prompts.
+    pub(crate) fn read_file(name: &str, file: &str) -> Self {
+        let file = std::fs::read(model_dir(name).join(file)).unwrap();
         let (_, header) = SafeTensors::read_metadata(&file).unwrap();
         let margin = header.metadata().as_ref().unwrap()["margin"].parse().unwrap();
         let mut golden = Self { prompts: Vec::new(), margin, file };
@@ -100,16 +105,19 @@ pub(crate) fn everything(model: &Model) -> CaptureSpec {
 
 pub(crate) fn sequences<'a>(prompts: &[&'a [i64]], spec: &'a CaptureSpec) -> Vec<Sequence<'a>> {
     let capture = Some(Capture { spec, kind: Kind::Float, first_row: 0 });
-    prompts.iter().map(|token_ids| Sequence { token_ids, capture, last_logits: true }).collect()
+    prompts
+        .iter()
+        .map(|token_ids| Sequence { capture, last_logits: true, ..Sequence::new(token_ids) })
+        .collect()
 }
 
 /// All planes `[tokens, planes, hidden]` and all logits `[tokens, vocab]` of prompts run together, in float32.
 pub(crate) fn run(model: &Model, prompts: &[&[i64]], routes: Routes<'_>) -> (Tensor, Tensor) {
     let spec = everything(model);
-    let outputs = model.forward_with(&sequences(prompts, &spec), routes).unwrap();
+    let outputs = model.forward_with(&mut sequences(prompts, &spec), routes).unwrap();
     let planes: Vec<&Tensor> = outputs.iter().map(|output| output.hidden_states.as_ref().unwrap()).collect();
     let planes = Tensor::cat(&planes, 0);
-    let logits = model.logits(&planes.select(1, spec.planes().len() as i64 - 1));
+    let logits = model.logits(&planes.select(1, spec.planes().len() as i64 - 1)).unwrap();
     check_last_logits(&outputs, prompts, &logits);
     (planes, logits)
 }
@@ -134,6 +142,40 @@ pub(crate) fn run_alone(model: &Model, prompts: &[&[i64]]) -> (Tensor, Tensor) {
     let (planes, logits): (Vec<&Tensor>, Vec<&Tensor>) =
         runs.iter().map(|(planes, logits)| (planes, logits)).unzip();
     (Tensor::cat(&planes, 0), Tensor::cat(&logits, 0))
+}
+
+/// As [`run`], each prompt `chunk` tokens at a time behind a cache of its own; the next chunks of all go through together.
+pub(crate) fn run_in_chunks(model: &Model, prompts: &[&[i64]], chunk: usize) -> (Tensor, Tensor) {
+    let spec = everything(model);
+    let capture = Some(Capture { spec: &spec, kind: Kind::Float, first_row: 0 });
+    let mut caches: Vec<KvCache> = prompts.iter().map(|_| model.new_cache()).collect();
+    let mut planes: Vec<Vec<Tensor>> = prompts.iter().map(|_| Vec::new()).collect();
+    let longest = prompts.iter().map(|prompt| prompt.len()).max().unwrap();
+    for first in (0..longest).step_by(chunk) {
+        let going = |prompt: &&[i64]| prompt.len() > first;
+        let mut step: Vec<Sequence<'_>> = prompts
+            .iter()
+            .zip(&mut caches)
+            .filter(|(prompt, _)| going(prompt))
+            .map(|(prompt, cache)| Sequence {
+                capture,
+                cache: Some(cache),
+                ..Sequence::new(&prompt[first..prompt.len().min(first + chunk)])
+            })
+            .collect();
+        let outputs = model.forward(&mut step).unwrap();
+        let of = planes.iter_mut().zip(prompts).filter(|(_, prompt)| going(prompt));
+        for ((planes, _), output) in of.zip(outputs) {
+            planes.push(output.hidden_states.unwrap());
+        }
+    }
+    for (cache, prompt) in caches.iter().zip(prompts) {
+        assert_eq!(cache.len(), prompt.len());
+    }
+    let planes: Vec<Tensor> = planes.into_iter().flatten().collect();
+    let planes = Tensor::cat(&planes, 0);
+    let logits = model.logits(&planes.select(1, spec.planes().len() as i64 - 1)).unwrap();
+    (planes, logits)
 }
 
 /// `|a - b| / |b|`, in float64.
