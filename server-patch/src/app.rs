@@ -221,9 +221,10 @@ impl App {
     fn element(&self, plan: &Plan, done: &Done, started: Instant) -> Result<Value, ApiError> {
         let mut meta = json!({
             "id": plan.identity.rid,
-            "finish_reason": match done.finish {
+            "finish_reason": match &done.finish {
                 Finish::Length => json!({"type": "length", "length": done.output_ids.len()}),
                 Finish::Stop(token) => json!({"type": "stop", "matched": token}),
+                Finish::StopText(text) => json!({"type": "stop", "matched": text}),
                 Finish::Aborted => json!({"type": "abort", "message": "Aborted", "status_code": null, "err_type": null}),
             },
             "prompt_tokens": plan.prompt_tokens,
@@ -307,6 +308,11 @@ fn job(
         prompt_tokens: plan.prompt_tokens,
         max_new_tokens: plan.max_new_tokens,
         stop_ids: std::mem::take(&mut plan.stop_ids),
+        stop_text: None,
+        sampling: std::mem::take(&mut plan.sampling),
+        sample: 0,
+        logprobs: None,
+        events: None,
         capture,
         reply,
         queued: Instant::now(),

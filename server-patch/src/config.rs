@@ -84,6 +84,13 @@ pub struct Args {
     /// Longest wait for room in the dump directory and for the first step, then 503
     #[arg(long, value_name = "TIME", default_value = "10m")]
     pub queue_timeout: Span,
+    /// Bytes that the KV caches of texts being continued may take. [default: a quarter of the memory that is available
+    /// at the start]
+    #[arg(long, value_name = "SIZE")]
+    pub kv_budget: Option<ByteSize>,
+    /// Texts that are continued at a time; more wait
+    #[arg(long, value_name = "N", default_value = "256", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_running_requests: u32,
     /// Prompts that may wait for their first step; more get 503
     #[arg(long, value_name = "N", default_value = "4096", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_queued_requests: u32,
@@ -100,6 +107,9 @@ pub struct Args {
     #[arg(long)]
     pub log_json: bool,
 }
+
+/// Taken for the memory that is available where the system does not say.
+const FALLBACK_MEMORY: u64 = 4 << 30;
 
 /// `--capture`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -201,6 +211,13 @@ impl Args {
             ComputeDtype::Float32 => Some(Dtype::Float32),
             ComputeDtype::Bfloat16 => Some(Dtype::BFloat16),
         }
+    }
+
+    /// Bytes that KV caches may take. On CUDA the memory of the host says nothing of the device's, but no more than that is
+    /// asked for.
+    pub fn kv_budget(&self) -> ByteSize {
+        let available = || ByteSize(crate::memory::available_memory().unwrap_or(FALLBACK_MEMORY) / 4);
+        self.kv_budget.unwrap_or_else(available)
     }
 
     /// Threads of an operation.

@@ -1,5 +1,6 @@
 //! The engine: one named OS thread that owns the model, and the queue in front of it.
 
+mod active;
 mod packing;
 mod queue;
 mod run;
@@ -14,7 +15,7 @@ use std::time::Instant;
 
 use tether_dump::{Metadata, Rows};
 use tether_model::CaptureSpec;
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 
 pub use step::{States, StepCapture, StepError, StepModel, StepOutput, StepSequence};
 pub use ticket::{Ticket, Withdrawn};
@@ -22,6 +23,7 @@ pub use ticket::{Ticket, Withdrawn};
 use crate::budget::Reservation;
 use crate::error::ApiError;
 use crate::metrics::Metrics;
+use crate::sampling::{Logprobs, SamplingParams, TokenLogprob};
 use crate::sink::{CaptureReply, Sink};
 use queue::Queue;
 
@@ -37,6 +39,16 @@ pub struct Job {
     pub max_new_tokens: usize,
     /// Tokens that end the text. The one that matched is the last of the output.
     pub stop_ids: Vec<i64>,
+    /// Strings that end the text.
+    pub stop_text: Option<Box<dyn StopText>>,
+    /// How tokens are chosen.
+    pub sampling: SamplingParams,
+    /// Which of the samples of its prompt it is.
+    pub sample: usize,
+    /// What to say of the tokens.
+    pub logprobs: Option<Logprobs>,
+    /// Where generated tokens go as they come.
+    pub events: Option<mpsc::UnboundedSender<TokenEvent>>,
     /// What to keep.
     pub capture: Option<JobCapture>,
     /// Where the answer goes. If nobody listens any more, nothing of the job is left.
@@ -61,6 +73,31 @@ impl JobCapture {
     }
 }
 
+/// A generated token, as it comes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenEvent {
+    /// The token.
+    pub token: i64,
+    /// What was asked about it.
+    pub logprob: Option<TokenLogprob>,
+}
+
+/// Watches a text for strings that end it. It is asked on the engine thread, between two steps, so that the text, its
+/// count of tokens and its captured rows end with the token that completes such a string.
+pub trait StopText: Send {
+    /// Adds the next token; the string that the text holds now, if any.
+    fn push(&mut self, token: i64) -> Option<String>;
+}
+
+/// Log-probabilities of a finished job.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct DoneLogprobs {
+    /// Of the prompt's tokens from the wanted position on, without the first token, which follows nothing.
+    pub prompt: Vec<TokenLogprob>,
+    /// Of the generated tokens.
+    pub output: Vec<TokenLogprob>,
+}
+
 /// What became of a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Done {
@@ -70,15 +107,19 @@ pub struct Done {
     pub finish: Finish,
     /// The dump, if one was asked for.
     pub capture: Option<CaptureReply>,
+    /// The log-probabilities, if any were asked for.
+    pub logprobs: Option<DoneLogprobs>,
 }
 
 /// Why a text ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finish {
     /// `max_new_tokens` were generated.
     Length,
     /// This token ends texts.
     Stop(i64),
+    /// It came to hold this string, which ends texts.
+    StopText(String),
     /// `/abort_request` named it.
     Aborted,
 }
@@ -92,8 +133,12 @@ pub struct Engine {
 /// How the engine packs and paces.
 #[derive(Clone, Copy, Debug)]
 pub struct EngineOptions {
-    /// Tokens in a step; a longer prompt runs alone.
+    /// Prompt tokens in a step. A longer prompt runs alone, or in parts where other texts are being continued.
     pub max_batch_tokens: usize,
+    /// Texts that are continued at a time.
+    pub max_running: usize,
+    /// Bytes that the caches of these may take.
+    pub kv_budget: u64,
     /// Prompts that may wait.
     pub max_queued: usize,
 }
@@ -120,7 +165,7 @@ impl Engine {
                 match load() {
                     Ok(model) => {
                         loaded(Ok(&model));
-                        run::run(&model, &queue, &sink, &metrics, options.max_batch_tokens);
+                        run::run(&model, &queue, &sink, &metrics, options);
                     }
                     Err(error) => loaded(Err(error)),
                 }

@@ -82,6 +82,10 @@ pub struct Metrics {
     pub queue_depth: IntGauge,
     /// Prompts that are being continued.
     pub running: IntGauge,
+    /// `--kv-budget`.
+    pub kv_budget_bytes: IntGauge,
+    /// Bytes that the caches of running prompts may grow to.
+    pub kv_reserved_bytes: IntGauge,
     /// Seconds a prompt waited for its first step.
     pub queue_seconds: Histogram,
     /// Tokens of prompts that were run.
@@ -164,6 +168,9 @@ impl Metrics {
             },
             queue_depth: made.gauge("queue_depth", "Prompts waiting for their first step")?,
             running: made.gauge("running", "Prompts being continued")?,
+            kv_budget_bytes: made.gauge("kv_budget_bytes", "Bytes that KV caches may take")?,
+            kv_reserved_bytes: made
+                .gauge("kv_reserved_bytes", "Bytes of KV cache reserved by running prompts")?,
             queue_seconds: made.histogram(
                 "queue_seconds",
                 "Seconds a prompt waited for its first step",

@@ -10,6 +10,7 @@ use tether_model::{CapturePoint, CaptureSpec};
 use crate::error::ApiError;
 use crate::identity::Identity;
 use crate::request::{Axis, CaptureField, CaptureOptions, GenerateRequest, NewTokens, Prompt, PromptRequest};
+use crate::sampling::SamplingParams;
 use crate::tokenizer::Tokenizer;
 
 /// What the HTTP side knows of the model, from its config alone.
@@ -86,6 +87,8 @@ pub struct Plan {
     pub max_new_tokens: usize,
     /// Tokens that end the text.
     pub stop_ids: Vec<i64>,
+    /// How tokens are chosen.
+    pub sampling: SamplingParams,
     /// How to make text of the output.
     pub skip_special_tokens: bool,
     /// What to keep.
@@ -140,6 +143,14 @@ impl Planner {
     ) -> Result<Plan, ApiError> {
         let token_ids = self.token_ids(request.prompt, row)?;
         let max_new_tokens = self.max_new_tokens(request.sampling.max_new_tokens, token_ids.len(), row)?;
+        let vocab_size = self.model.vocab_size;
+        let biased = request.sampling.params.logit_bias.iter().map(|(token, _)| *token);
+        if let Some(token) = biased.into_iter().find(|token| !(0..vocab_size).contains(token)) {
+            let last = vocab_size - 1;
+            return Err(ApiError::Invalid(format!(
+                "`sampling_params.logit_bias` has the token {token}; a token ID from 0 to {last} is expected"
+            )));
+        }
         let mut stop_ids = request.sampling.stop_token_ids;
         if !request.sampling.ignore_eos {
             stop_ids.extend(&self.model.eos_token_ids);
@@ -154,6 +165,7 @@ impl Planner {
             prompt_tokens,
             max_new_tokens,
             stop_ids,
+            sampling: request.sampling.params,
             skip_special_tokens,
             capture,
         })

@@ -268,7 +268,7 @@ impl Write {
 
     fn answer_withdrawn(self) {
         if self.ticket.withdrawn() == Some(Withdrawn::Aborted) {
-            let done = Done { finish: Finish::Aborted, capture: None, ..self.done };
+            let done = Done { finish: Finish::Aborted, capture: None, logprobs: None, ..self.done };
             let _ = self.reply.send(Ok(done));
         }
     }

@@ -25,7 +25,7 @@ use crate::tokenizer::{Tokenizer, TokenizerError};
 use crate::torch::{TorchError, TorchModel, TorchOptions};
 
 /// Packed rows that go through a layer together: products no longer get faster with more, and activations stay small.
-const TILE_TOKENS: usize = 2048;
+const TILE_TOKENS: usize = 8192;
 
 /// Why the server did not start, or stopped.
 #[derive(Debug, thiserror::Error)]
@@ -139,6 +139,8 @@ pub async fn run(args: Args) -> Result<(), StartError> {
         EngineOptions {
             max_batch_tokens: args.max_batch_tokens as usize,
             max_queued: args.max_queued_requests as usize,
+            max_running: args.max_running_requests as usize,
+            kv_budget: args.kv_budget().0,
         },
         sink,
         metrics.clone(),
@@ -251,6 +253,8 @@ fn table(args: &Args, planner: &Planner, dump_dir: &Path, address: &str) {
             dump_dtype = ?args.dump_dtype,
             threads = args.compute_threads(),
             max_batch_tokens = args.max_batch_tokens,
+            max_running_requests = args.max_running_requests,
+            kv_budget = %args.kv_budget(),
             dump_dir = %dump_dir.display(),
             dump_budget = %args.dump_budget,
             dump_layout = %args.dump_layout,
@@ -286,7 +290,15 @@ fn table(args: &Args, planner: &Planner, dump_dir: &Path, address: &str) {
             "compute",
             format!("{:?}, dtype {}, {} threads", args.device.0, auto(args.dtype), args.compute_threads()),
         ),
-        ("batch", format!("{} tokens", args.max_batch_tokens)),
+        (
+            "batch",
+            format!(
+                "{} prompt tokens, {} texts continued, KV budget {}",
+                args.max_batch_tokens,
+                args.max_running_requests,
+                args.kv_budget()
+            ),
+        ),
         (
             "dumps",
             format!(

@@ -29,6 +29,8 @@ pub(crate) struct Fixture {
     pub(crate) queue_timeout: Duration,
     pub(crate) max_queued: usize,
     pub(crate) max_batch_tokens: usize,
+    pub(crate) max_running: usize,
+    pub(crate) kv_budget: u64,
     pub(crate) buffer_bytes: u64,
 }
 
@@ -42,6 +44,8 @@ impl Default for Fixture {
             queue_timeout: Duration::from_secs(60),
             max_queued: 100,
             max_batch_tokens: 40,
+            max_running: 100,
+            kv_budget: 1 << 20,
             buffer_bytes: 1 << 20,
         }
     }
@@ -89,7 +93,12 @@ impl Fixture {
     }
 
     pub(crate) fn engine(&self, dir: &Path, metrics: &Metrics) -> Engine {
-        let options = EngineOptions { max_batch_tokens: self.max_batch_tokens, max_queued: self.max_queued };
+        let options = EngineOptions {
+            max_batch_tokens: self.max_batch_tokens,
+            max_queued: self.max_queued,
+            max_running: self.max_running,
+            kv_budget: self.kv_budget,
+        };
         let model = self.model.clone();
         Engine::start(options, self.sink(dir, metrics), metrics.clone(), || Ok::<_, ()>(model), |_| {})
     }

@@ -6,7 +6,7 @@ use std::slice;
 
 use tch::{Device, Kind, Tensor};
 use tether_dump::Dtype;
-use tether_model::{Capture, DtypeChoice, LoadError, LoadOptions, Model, Sequence};
+use tether_model::{Capture, DtypeChoice, KvCache, LoadError, LoadOptions, Model, Sequence};
 
 use crate::engine::{States, StepError, StepModel, StepOutput, StepSequence};
 
@@ -76,8 +76,11 @@ impl TorchModel {
         if let Device::Cuda(index) = options.device {
             open_cuda(index)?;
         }
-        let load =
-            LoadOptions { devices: vec![options.device], dtype: options.dtype, tile_tokens: options.tile_tokens };
+        let load = LoadOptions {
+            devices: vec![options.device],
+            dtype: options.dtype,
+            tile_tokens: options.tile_tokens,
+        };
         let model = Model::load(&options.dir, &load)
             .map_err(|source| TorchError::Load { dir: options.dir.clone(), source })?;
         let dump_dtype = match options.dump_dtype {
@@ -111,26 +114,44 @@ impl TorchModel {
         let tokens = 8.min(config.vocab_size).min(config.max_position_embeddings);
         let token_ids: Vec<i64> = (0..tokens).collect();
         let capture = crate::engine::StepCapture { spec, first_row: 0 };
-        let sequence = StepSequence { token_ids: &token_ids, capture: Some(capture), next_token: true };
-        self.step(&[sequence]).map(drop).map_err(TorchError::WarmUp)
+        let sequence = StepSequence {
+            token_ids: &token_ids,
+            cache: None,
+            capture: Some(capture),
+            logits: true,
+            scoring: None,
+        };
+        self.step(&mut [sequence]).map(drop).map_err(TorchError::WarmUp)
     }
 }
 
 impl StepModel for TorchModel {
-    fn step(&self, sequences: &[StepSequence<'_>]) -> Result<Vec<StepOutput>, StepError> {
+    type Cache = KvCache;
+
+    fn new_cache(&self) -> KvCache {
+        self.model.new_cache()
+    }
+
+    fn cache_bytes_per_token(&self) -> u64 {
+        self.model.cache_bytes_per_token()
+    }
+
+    fn step(&self, sequences: &mut [StepSequence<'_, KvCache>]) -> Result<Vec<StepOutput>, StepError> {
         // Off per thread, so it stands where the forward pass is.
         let _no_grad = tch::no_grad_guard();
-        let sequences: Vec<Sequence<'_>> = sequences.iter().map(|sequence| self.sequence(sequence)).collect();
-        let outputs = self.model.forward(&sequences).map_err(|error| StepError(error.to_string()))?;
+        let mut sequences: Vec<Sequence<'_>> =
+            sequences.iter_mut().map(|sequence| self.sequence(sequence)).collect();
+        let outputs = self.model.forward(&mut sequences).map_err(|error| StepError(error.to_string()))?;
+        let unreadable = |error: tch::TchError| StepError(error.to_string());
         let outputs = outputs.into_iter().map(|output| {
             Ok(StepOutput {
-                token_ids: Vec::try_from(&output.token_ids)
-                    .map_err(|error: tch::TchError| StepError(error.to_string()))?,
+                token_ids: Vec::try_from(&output.token_ids).map_err(unreadable)?,
                 states: output
                     .hidden_states
                     .map(|states| TensorBytes::new(states).map(States::new))
                     .transpose()?,
-                next_token: output.logits.map(|logits| best(&logits)),
+                logits: output.logits.map(|logits| Vec::try_from(&logits)).transpose().map_err(unreadable)?,
+                scores: output.scores,
             })
         });
         outputs.collect()
@@ -138,7 +159,7 @@ impl StepModel for TorchModel {
 }
 
 impl TorchModel {
-    fn sequence<'a>(&self, sequence: &StepSequence<'a>) -> Sequence<'a> {
+    fn sequence<'a>(&self, sequence: &'a mut StepSequence<'_, KvCache>) -> Sequence<'a> {
         let capture = |capture: crate::engine::StepCapture<'a>| Capture {
             spec: capture.spec,
             kind: self.dump_kind,
@@ -146,16 +167,12 @@ impl TorchModel {
         };
         Sequence {
             token_ids: sequence.token_ids,
+            cache: sequence.cache.as_deref_mut(),
             capture: sequence.capture.map(capture),
-            last_logits: sequence.next_token,
+            last_logits: sequence.logits,
+            scoring: sequence.scoring,
         }
     }
-}
-
-/// The most likely token, unless the logits hold a NaN or an infinity above.
-fn best(logits: &Tensor) -> Option<i64> {
-    let (value, index) = logits.view([-1]).max_dim(0, false);
-    value.double_value(&[]).is_finite().then(|| index.int64_value(&[]))
 }
 
 fn dtype_of(kind: Kind) -> Option<Dtype> {
@@ -218,14 +235,6 @@ fn open_cuda(index: usize) -> Result<(), TorchError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_best_token_is_found_and_logits_that_are_no_numbers_have_none() {
-        assert_eq!(best(&Tensor::from_slice(&[0.5f32, 3.0, -1.0])), Some(1));
-        assert_eq!(best(&Tensor::from_slice(&[0.5f32, f32::NAN, 9.0])), None);
-        assert_eq!(best(&Tensor::from_slice(&[0.5f32, f32::INFINITY])), None);
-        assert_eq!(best(&Tensor::from_slice(&[f32::NEG_INFINITY, -7.0])), Some(1));
-    }
 
     #[test]
     fn the_bytes_of_a_tensor_are_its_values_in_little_endian() {

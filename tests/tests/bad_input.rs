@@ -39,14 +39,14 @@ async fn refused(body: &str, named: &[&str]) {
 
 async fn next_is_served(client: &Client) {
     let rid = RequestId::new();
-    let body = json!({"rid": rid, "input_ids": [11, 12, 13], "sampling_params": {"max_new_tokens": 1}});
+    let body = json!({"rid": rid, "input_ids": [11, 12, 13], "sampling_params": {"max_new_tokens": 1, "temperature": 0}});
     let reply = client.generate(&body).await.expect(200);
     assert_eq!((reply.id(), reply.output_ids().len()), (rid, 1));
     assert_eq!(stack().await.dumps().read(rid).token_ids, [11, 12, 13]);
 }
 
 fn with_ids(ids: &Value) -> String {
-    json!({"rid": RequestId::new(), "input_ids": ids, "sampling_params": {"max_new_tokens": 1}}).to_string()
+    json!({"rid": RequestId::new(), "input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}).to_string()
 }
 
 /// SV-07.
@@ -85,7 +85,7 @@ async fn one_bad_row_fails_the_batch_and_leaves_no_dump_of_the_others() {
         [(json!([7, VOCAB]), "input_ids[1][1]"), (json!([]), "input_ids[1]"), (json!(5), "input_ids[1]")]
     {
         let rids = [RequestId::new(), RequestId::new(), RequestId::new()];
-        let body = json!({"rid": rids, "input_ids": [[5, 6], row, [8, 9]], "sampling_params": {"max_new_tokens": 1}});
+        let body = json!({"rid": rids, "input_ids": [[5, 6], row, [8, 9]], "sampling_params": {"max_new_tokens": 1, "temperature": 0}});
         refused(&body.to_string(), &[named]).await;
         assert!(rids.iter().all(|rid| !stack.dumps().path_of(*rid).exists()));
     }
@@ -143,7 +143,8 @@ async fn other_methods_and_paths_are_refused() {
 #[tokio::test]
 async fn a_rid_that_could_not_be_a_name_is_refused() {
     let one = |rid: Value| {
-        json!({"rid": rid, "input_ids": [5], "sampling_params": {"max_new_tokens": 1}}).to_string()
+        json!({"rid": rid, "input_ids": [5], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
+            .to_string()
     };
     refused(&one(json!("../../x")), &["rid", "../../x"]).await;
     refused(&one(json!("")), &["rid"]).await;
@@ -155,7 +156,7 @@ async fn a_rid_that_could_not_be_a_name_is_refused() {
     refused(&one(json!(["a"])), &["rid"]).await;
     // For a batch: as many as prompts, all different.
     let batch = |rid: Value| {
-        json!({"rid": rid, "input_ids": [[5], [6]], "sampling_params": {"max_new_tokens": 1}}).to_string()
+        json!({"rid": rid, "input_ids": [[5], [6]], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}).to_string()
     };
     refused(&batch(json!([RequestId::new()])), &["rid", "1", "2"]).await;
     let id = RequestId::new();
@@ -191,7 +192,7 @@ async fn a_rid_in_flight_is_refused_and_a_published_one_is_too() {
     let server = Server::of(&checkpoint).with_faulty_disk().start().await;
     let client = server.client();
     let rid = RequestId::new();
-    let body = json!({"rid": rid, "input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1}});
+    let body = json!({"rid": rid, "input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1, "temperature": 0}});
     server.fault().hold();
     let first = tokio::spawn({
         let (client, body) = (client.clone(), body.clone());
@@ -202,18 +203,18 @@ async fn a_rid_in_flight_is_refused_and_a_published_one_is_too() {
     let error = client.generate(&body).await.expect(400).error_text();
     assert!(error.contains(&rid.to_string()) && error.contains("Duplicate request ID"), "{error}");
     // As one of a batch, too.
-    let batch = json!({"rid": [RequestId::new(), rid], "input_ids": [[8], [9]], "sampling_params": {"max_new_tokens": 1}});
+    let batch = json!({"rid": [RequestId::new(), rid], "input_ids": [[8], [9]], "sampling_params": {"max_new_tokens": 1, "temperature": 0}});
     client.generate(&batch).await.expect(400);
     server.fault().none();
     assert_eq!(first.await.expect("no panic").expect(200).id(), rid);
     // Done: its name is taken, before anything is computed.
-    let other = json!({"rid": rid, "input_ids": [100, 101], "sampling_params": {"max_new_tokens": 1}});
+    let other = json!({"rid": rid, "input_ids": [100, 101], "sampling_params": {"max_new_tokens": 1, "temperature": 0}});
     let error = client.generate(&other).await.expect(409).error_text();
     assert!(error.contains(&rid.to_string()), "{error}");
     assert_eq!(server.dumps().read(rid).token_ids, [5, 6, 7]);
     // A client's own name may come again: its dumps have IDs of their own.
     for _ in 0..2 {
-        let body = json!({"rid": "again", "input_ids": [5], "capture": true, "sampling_params": {"max_new_tokens": 1}});
+        let body = json!({"rid": "again", "input_ids": [5], "capture": true, "sampling_params": {"max_new_tokens": 1, "temperature": 0}});
         client.generate(&body).await.expect(200);
     }
     assert_eq!(server.dumps().ids().len(), 3);
@@ -222,7 +223,7 @@ async fn a_rid_in_flight_is_refused_and_a_published_one_is_too() {
 #[tokio::test]
 async fn a_bad_capture_is_refused_by_key_and_value() {
     let one = |capture: Value| {
-        json!({"rid": RequestId::new(), "input_ids": [5], "capture": capture, "sampling_params": {"max_new_tokens": 1}}).to_string()
+        json!({"rid": RequestId::new(), "input_ids": [5], "capture": capture, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}).to_string()
     };
     let deep = NUM_LAYERS + 1;
     refused(&one(json!("yes")), &["capture", "yes"]).await;
@@ -242,7 +243,7 @@ async fn a_bad_capture_is_refused_by_key_and_value() {
     refused(&one(json!({"points": [], "final": "none"})), &["capture"]).await;
     // A list where there is one prompt, and of a wrong length.
     refused(&one(json!([true])), &["capture"]).await;
-    let batch = json!({"input_ids": [[5], [6]], "capture": [true, true, false], "sampling_params": {"max_new_tokens": 1}});
+    let batch = json!({"input_ids": [[5], [6]], "capture": [true, true, false], "sampling_params": {"max_new_tokens": 1, "temperature": 0}});
     refused(&batch.to_string(), &["capture", "3", "2"]).await;
     // `n` samples of one prompt have no one continuation. (This server makes one of each anyway.)
     let many = json!({"input_ids": [5], "capture": {"rows": "all"}, "sampling_params": {"max_new_tokens": 2, "n": 2}});
@@ -269,7 +270,7 @@ async fn through_the_proxy_any_client_rid_succeeds_under_a_fresh_id() {
     let prompt = Prompts::new(1).of_length(15);
     let ask = |rid: Value| {
         let client = &client;
-        let body = json!({"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 0}});
+        let body = json!({"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 0, "temperature": 0}});
         async move { client.generate(&body).await.expect(200) }
     };
     // Also twice at the same time, and a canonical ID, which is not the client's to choose.

@@ -25,7 +25,7 @@ async fn setting() -> &'static Setting {
 /// Asks the server for a capture of `prompt`.
 async fn ask(client: &Client, prompt: &[i64], capture: Value, new_tokens: usize) -> Reply {
     let rid = RequestId::new();
-    let body = json!({"rid": rid, "input_ids": prompt, "capture": capture, "sampling_params": {"max_new_tokens": new_tokens}});
+    let body = json!({"rid": rid, "input_ids": prompt, "capture": capture, "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0}});
     client.generate(&body).await
 }
 
@@ -266,15 +266,14 @@ async fn a_request_that_opts_out_leaves_no_dump() {
     let setting = setting().await;
     let client = setting.server.client();
     let rid = RequestId::new();
-    let body =
-        json!({"rid": rid, "input_ids": [5, 6], "capture": false, "sampling_params": {"max_new_tokens": 1}});
+    let body = json!({"rid": rid, "input_ids": [5, 6], "capture": false, "sampling_params": {"max_new_tokens": 1, "temperature": 0}});
     let reply = client.generate(&body).await.expect(200);
     assert_eq!(reply.header("x-tether-capture"), Some("none"));
     assert_eq!((reply.id(), &reply.json()["meta_info"]["capture"]), (rid, &Value::Null));
     assert!(!setting.server.dumps().path_of(rid).exists());
     // Nor does one without an ID that does not ask for it.
     let reply = client
-        .generate(&json!({"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}))
+        .generate(&json!({"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}))
         .await
         .expect(200);
     assert_eq!(reply.json()["meta_info"]["capture"], Value::Null);
@@ -283,7 +282,7 @@ async fn a_request_that_opts_out_leaves_no_dump() {
 #[tokio::test]
 async fn a_request_without_an_id_that_asks_for_a_dump_gets_one_under_a_fresh_id() {
     let setting = setting().await;
-    let body = json!({"rid": "my-name:1", "input_ids": [7, 8, 9], "capture": true, "sampling_params": {"max_new_tokens": 0}});
+    let body = json!({"rid": "my-name:1", "input_ids": [7, 8, 9], "capture": true, "sampling_params": {"max_new_tokens": 0, "temperature": 0}});
     let reply = setting.server.client().generate(&body).await.expect(200);
     let meta = &reply.json()["meta_info"];
     assert_eq!(meta["id"], "my-name:1");
@@ -296,7 +295,7 @@ async fn each_prompt_of_a_batch_can_have_a_capture_of_its_own() {
     let setting = setting().await;
     let rids = [RequestId::new(), RequestId::new(), RequestId::new()];
     let body = json!({
-        "rid": rids, "input_ids": [[5, 6, 7], [8, 9], [10]], "sampling_params": {"max_new_tokens": 0},
+        "rid": rids, "input_ids": [[5, 6, 7], [8, 9], [10]], "sampling_params": {"max_new_tokens": 0, "temperature": 0},
         "capture": [{"points": [1]}, false, {"points": [2, 3], "final": "post_norm"}],
     });
     let reply = setting.server.client().generate(&body).await.expect(200);

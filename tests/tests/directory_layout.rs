@@ -41,7 +41,7 @@ fn matched_by_count(prompts: &[Vec<i64>], folders: &[(PathBuf, Value)]) -> Vec<V
 }
 
 async fn send(client: &Client, prompt: &[i64]) -> RequestId {
-    let body = json!({"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}});
+    let body = json!({"input_ids": prompt, "sampling_params": {"max_new_tokens": 0, "temperature": 0}});
     let reply = client.generate(&body).await.expect(200);
     let id = reply.id();
     let path = reply.header("x-hidden-states-path").expect("the proxy names the folder");
@@ -91,7 +91,7 @@ async fn a_folder_holds_the_states_that_the_file_would_and_goes_through_the_same
     let files = Stack::start(Server::of(&checkpoint)).await;
     let folders = Stack::start(Server::of(&checkpoint).flag("--dump-layout", "directory")).await;
     let prompt = Prompts::new(6).of_length(37);
-    let body = json!({"input_ids": prompt, "sampling_params": {"max_new_tokens": 3},
+    let body = json!({"input_ids": prompt, "sampling_params": {"max_new_tokens": 3, "temperature": 0},
                       "capture": {"rows": "all", "final": "both", "points": [1, 8]}});
     let open = async |stack: &Stack| {
         let reply = stack.client().generate(&body).await.expect(200);
@@ -107,7 +107,8 @@ async fn a_folder_holds_the_states_that_the_file_would_and_goes_through_the_same
     assert_eq!(file.hidden_states(), folder.hidden_states());
 
     // The same ID again is refused before it is computed, and the proxy deletes a folder as it does a file.
-    let direct = json!({"rid": id, "input_ids": prompt, "sampling_params": {"max_new_tokens": 0}});
+    let direct =
+        json!({"rid": id, "input_ids": prompt, "sampling_params": {"max_new_tokens": 0, "temperature": 0}});
     folders.direct().generate(&direct).await.expect(409);
     let delete = folders.client().request(http::Method::DELETE, &format!("/tether/dumps/{id}"));
     folders.client().send(delete.body(Default::default()).expect("a request")).await.expect(200);

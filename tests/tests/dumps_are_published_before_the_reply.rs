@@ -14,7 +14,7 @@ use tether_tests::{
 };
 
 fn request(rid: RequestId, prompt: &[i64]) -> Value {
-    json!({"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 0}})
+    json!({"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 0, "temperature": 0}})
 }
 
 /// Whether the long form of a test is wanted.
@@ -137,10 +137,11 @@ async fn a_dump_that_cannot_be_written_fails_its_request_and_leaves_nothing() {
         assert!(reply.error_text().contains("dump"), "{}", reply.text());
     }
     // A batch fails whole.
-    let batch = json!({"input_ids": [[5, 6], [7]], "sampling_params": {"max_new_tokens": 0}});
+    let batch =
+        json!({"input_ids": [[5, 6], [7]], "sampling_params": {"max_new_tokens": 0, "temperature": 0}});
     assert!(stack.client().generate(&batch).await.status.is_server_error());
     // Who wants no dump is not concerned.
-    let body = json!({"input_ids": [5, 6], "capture": false, "sampling_params": {"max_new_tokens": 1}});
+    let body = json!({"input_ids": [5, 6], "capture": false, "sampling_params": {"max_new_tokens": 1, "temperature": 0}});
     stack.client().generate(&body).await.expect(200);
     assert!(stack.dumps().ids().is_empty() && stack.dumps().strangers().is_empty());
 
@@ -227,7 +228,7 @@ async fn sigterm_lets_requests_end_and_their_dumps_be_finished() {
     // From then on nobody new is let in: refused, or told to go elsewhere.
     eventually("new requests are refused", || async {
         // Without a dump: one that is let in just before must not wait for the disk.
-        let body = json!({"input_ids": [5], "capture": false, "sampling_params": {"max_new_tokens": 0}});
+        let body = json!({"input_ids": [5], "capture": false, "sampling_params": {"max_new_tokens": 0, "temperature": 0}});
         let body = http_body_util::Full::from(body.to_string());
         let newcomer = tether_tests::Client::new(server.address());
         let call =

@@ -75,7 +75,7 @@ impl Setting {
         // The states are those of the row's tokens, which the model says again when asked afresh.
         for (row, file) in files.iter().step_by(7) {
             let body = serde_json::json!({
-                "input_ids": file.input_ids, "capture": {"final": "post_norm"}, "sampling_params": {"max_new_tokens": 0},
+                "input_ids": file.input_ids, "capture": {"final": "post_norm"}, "sampling_params": {"max_new_tokens": 0, "temperature": 0},
             });
             let reply = self.stack.client().generate(&body).await.expect(200);
             let dump = self.stack.dumps().read(reply.id());

@@ -290,7 +290,7 @@ async fn load(seed: u64) {
     let client = fresh.client();
     for id in &sample[..SOLO_SAMPLE] {
         let rid = RequestId::new();
-        let body = json!({"rid": rid, "input_ids": answered[id], "sampling_params": {"max_new_tokens": 0}});
+        let body = json!({"rid": rid, "input_ids": answered[id], "sampling_params": {"max_new_tokens": 0, "temperature": 0}});
         client.generate(&body).await.expect(200);
         assert_same_states(&dumps.read(*id), &fresh.dumps().read(rid));
     }

@@ -15,8 +15,7 @@ async fn neither_memory_nor_threads_grow_with_the_number_of_requests() {
     let serve = async |requests: usize| {
         let ask = |i: usize| {
             let (client, dumps, rid) = (&client, &dumps, RequestId::new());
-            let body =
-                json!({"rid": rid, "input_ids": prompts[i % 4], "sampling_params": {"max_new_tokens": 1}});
+            let body = json!({"rid": rid, "input_ids": prompts[i % 4], "sampling_params": {"max_new_tokens": 1, "temperature": 0}});
             async move {
                 client.generate(&body).await.expect(200);
                 std::fs::remove_file(dumps.path_of(rid)).expect("the dump is the client's to delete");

@@ -83,7 +83,8 @@ async fn an_unknown_flag_or_a_bad_value_is_refused_by_name() {
 
 async fn dump_of(server: &Server, prompt: &[i64]) -> tether_tests::Dump {
     let rid = RequestId::new();
-    let body = json!({"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 0}});
+    let body =
+        json!({"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 0, "temperature": 0}});
     server.client().generate(&body).await.expect(200);
     server.dumps().read(rid)
 }
@@ -146,7 +147,8 @@ async fn every_series_is_there_at_zero_from_the_start() {
     let before = [Scrape::of(&stack.direct()).await.len(), Scrape::of(&stack.client()).await.len()];
     let client = stack.client();
     let with = |more: Value| {
-        let mut body = json!({"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}});
+        let mut body =
+            json!({"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2, "temperature": 0}});
         body.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
         body
     };

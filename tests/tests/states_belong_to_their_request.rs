@@ -63,7 +63,7 @@ async fn the_rows_of_a_batch_keep_their_own_states() {
     let prompts: Vec<_> = (0..8).map(|_| prompts.mixed()).collect();
     let alone = solo(&client, &prompts).await;
     for _ in 0..2 {
-        let body = json!({"input_ids": prompts, "sampling_params": {"max_new_tokens": 0}});
+        let body = json!({"input_ids": prompts, "sampling_params": {"max_new_tokens": 0, "temperature": 0}});
         let reply = client.generate(&body).await.expect(200);
         assert_eq!(reply.header("x-hidden-states-path"), None, "a batch has no one path");
         assert_eq!(reply.ids().into_iter().collect::<BTreeSet<_>>().len(), prompts.len());
@@ -79,7 +79,7 @@ async fn the_rows_of_a_batch_keep_their_own_states() {
 #[tokio::test]
 async fn a_batch_of_one_is_answered_with_a_list_of_one() {
     let stack = stack().await;
-    let body = json!({"input_ids": [[5, 6, 7]], "sampling_params": {"max_new_tokens": 0}});
+    let body = json!({"input_ids": [[5, 6, 7]], "sampling_params": {"max_new_tokens": 0, "temperature": 0}});
     let reply = stack.client().generate(&body).await.expect(200);
     assert!(reply.json().is_array());
     assert_eq!(stack.dumps().read(reply.id()).token_ids, [5, 6, 7]);
@@ -159,7 +159,7 @@ async fn capturing_does_not_change_the_generated_tokens() {
 #[tokio::test]
 async fn text_is_tied_to_the_tokens_it_became() {
     let stack = stack().await;
-    let body = json!({"text": "Grüße, 世界", "sampling_params": {"max_new_tokens": 1}});
+    let body = json!({"text": "Grüße, 世界", "sampling_params": {"max_new_tokens": 1, "temperature": 0}});
     let reply = stack.client().generate(&body).await.expect(200);
     let dump = dump_of(&reply);
     // One token a byte, after <bos> and <eos>: see the test tokenizer.

@@ -4,218 +4,183 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
-use tether_dump::Rows;
-
-use super::packing::pack;
+use super::active::Active;
+use super::packing::Packing;
 use super::queue::Queue;
-use super::{
-    Done, Finish, Job, States, StepCapture, StepError, StepModel, StepOutput, StepSequence, Withdrawn,
-};
+use super::{EngineOptions, Job, StepError, StepModel, StepOutput, StepSequence, Withdrawn};
 use crate::error::ApiError;
 use crate::metrics::Metrics;
-use crate::sink::{Sink, Write};
+use crate::sink::Sink;
 
 /// Runs jobs until the queue is closed.
-pub(super) fn run(
-    model: &dyn StepModel,
+pub(super) fn run<M: StepModel>(
+    model: &M,
     queue: &Queue,
     sink: &Sink,
     metrics: &Metrics,
-    max_batch_tokens: usize,
+    options: EngineOptions,
 ) {
-    // Continued jobs go round: the ones stepped longest ago are at the front.
-    let mut running: VecDeque<Active> = VecDeque::new();
-    let mut fresh_first = true;
+    let mut engine = Running {
+        model,
+        sink,
+        metrics,
+        options,
+        bytes_per_token: model.cache_bytes_per_token(),
+        jobs: VecDeque::new(),
+    };
+    metrics.kv_budget_bytes.set(i64::try_from(options.kv_budget).unwrap_or(i64::MAX));
     loop {
-        running = running.into_iter().filter_map(Active::unless_withdrawn).collect();
-        let idle = running.is_empty();
-        let step = queue.take(idle, |waiting| {
-            let fresh = waiting.iter().map(|job| job.token_ids.len());
-            let continued = running.iter().map(|active| active.tokens.len());
-            // The first pick goes round, so that neither new prompts nor continued ones wait for all of the others.
-            let (new, old) = if fresh_first {
-                pack(fresh, continued, max_batch_tokens)
-            } else {
-                let (old, new) = pack(continued, fresh, max_batch_tokens);
-                (new, old)
-            };
-            let started = waiting.drain(..new).filter_map(|job| Active::start(job, metrics));
-            started.chain(running.drain(..old)).collect::<Vec<_>>()
-        });
-        let Some(step) = step else { break };
-        fresh_first = !fresh_first;
-        running.extend(execute(step, model, sink, metrics));
-        metrics.running.set(i64::try_from(running.len()).unwrap_or(i64::MAX));
+        engine.drop_withdrawn();
+        let idle = engine.jobs.is_empty();
+        let Some(parts) = queue.take(idle, |waiting| engine.choose(waiting)) else { break };
+        engine.step(&parts);
+        engine.show();
     }
-    for active in running {
+    for active in engine.jobs.drain(..) {
         active.job.refuse(ApiError::EngineStopped);
     }
-    metrics.running.set(0);
+    engine.show();
 }
 
-/// A job that has started.
-struct Active {
-    job: Job,
-    /// Prompt and generated tokens.
-    tokens: Vec<i64>,
-    /// What the embedding consumed, of all passes.
-    consumed: Vec<i64>,
-    states: Vec<States>,
+/// The jobs that have started and not ended, the oldest first.
+struct Running<'a, M: StepModel> {
+    model: &'a M,
+    sink: &'a Sink,
+    metrics: &'a Metrics,
+    options: EngineOptions,
+    bytes_per_token: u64,
+    jobs: VecDeque<Active<M::Cache>>,
 }
 
-impl Active {
-    fn start(mut job: Job, metrics: &Metrics) -> Option<Self> {
-        if !job.ticket.start() {
-            job.answer_withdrawn();
-            return None;
+impl<M: StepModel> Running<'_, M> {
+    fn drop_withdrawn(&mut self) {
+        if self.jobs.iter().any(|active| active.job.ticket.withdrawn().is_some()) {
+            let all = std::mem::take(&mut self.jobs);
+            self.jobs = all.into_iter().filter_map(Active::unless_withdrawn).collect();
         }
-        metrics.queue_seconds.observe(job.queued.elapsed().as_secs_f64());
-        let tokens = std::mem::take(&mut job.token_ids);
-        Some(Self { job, tokens, consumed: Vec::new(), states: Vec::new() })
     }
 
-    fn unless_withdrawn(self) -> Option<Self> {
-        match self.job.ticket.withdrawn() {
-            None => Some(self),
-            Some(_) => {
-                let generated = self.tokens[self.job.prompt_tokens..].to_vec();
-                self.job.answer_withdrawn_after(generated);
-                None
+    /// Bytes that the caches of running jobs may grow to.
+    fn kv_reserved(&self) -> u64 {
+        self.jobs.iter().map(|active| active.kv_bytes).sum()
+    }
+
+    /// How many tokens each running job has in the next step, after starting as many of those that wait as fit. Waiting
+    /// jobs start in order: none is overtaken.
+    fn choose(&mut self, waiting: &mut VecDeque<Job>) -> Vec<usize> {
+        let mut packing = Packing::new(self.options.max_batch_tokens);
+        let mut parts: Vec<usize> = self
+            .jobs
+            .iter()
+            .map(|active| match active.is_decoding() {
+                true => 1,
+                false => packing.part_of_cached(active.tokens_left()),
+            })
+            .collect();
+        let others_decode = self.jobs.iter().any(Active::is_decoding);
+        while let Some(job) = waiting.front() {
+            let tokens = job.token_ids.len();
+            let cache_bytes = self.bytes_per_token * (tokens + job.max_new_tokens).saturating_sub(1) as u64;
+            let fits = cache_bytes <= self.options.kv_budget;
+            let continued = job.max_new_tokens > 1;
+            // A long prompt goes in whole where it holds nobody up, else in parts.
+            let in_parts = tokens > self.options.max_batch_tokens && others_decode && fits;
+            let cached = in_parts || continued;
+            let kv_bytes = if cached { cache_bytes } else { 0 };
+            if continued && !fits {
+                let job = waiting.pop_front().expect("it was seen at the front");
+                job.refuse_over_kv_budget(kv_bytes, self.options.kv_budget);
+                continue;
             }
-        }
-    }
-
-    fn sequence(&self) -> StepSequence<'_> {
-        let first_pass = self.consumed.is_empty();
-        let capture = self.job.capture.as_ref().and_then(|capture| {
-            let first_row = match (first_pass, capture.rows()) {
-                (true, _) => 0,
-                // Of a later pass only the row of the newest token is new.
-                (false, Rows::All) => self.tokens.len() - 1,
-                (false, Rows::Prompt) => return None,
+            if self.jobs.len() >= self.options.max_running
+                || (kv_bytes > 0 && self.kv_reserved() + kv_bytes > self.options.kv_budget)
+            {
+                break;
+            }
+            let part = match cached {
+                true => packing.part_of_new_cached(tokens),
+                false => packing.whole(tokens),
             };
-            Some(StepCapture { spec: &capture.spec, first_row })
-        });
-        StepSequence { token_ids: &self.tokens, capture, next_token: self.job.max_new_tokens > 0 }
+            if part == 0 {
+                break;
+            }
+            let job = waiting.pop_front().expect("it was seen at the front");
+            let cache = cached.then(|| self.model.new_cache());
+            if let Some(active) = Active::start(job, cache, kv_bytes, self.metrics) {
+                self.jobs.push_back(active);
+                parts.push(part);
+            }
+        }
+        parts
     }
 
-    /// Takes in what a step gave. `Err` ends the job with an error, `Ok(Some)` with a result.
-    fn advance(&mut self, output: StepOutput, metrics: &Metrics) -> Result<Option<Finish>, ApiError> {
-        if output.token_ids != self.tokens {
-            metrics.token_mismatches.inc();
-            return Err(ApiError::StepFailed(
-                "the model consumed other token IDs than the request's".to_owned(),
-            ));
+    /// Runs the next `parts` of the jobs.
+    fn step(&mut self, parts: &[usize]) {
+        let tokens: usize = parts.iter().sum();
+        if tokens == 0 {
+            return;
         }
-        if self.consumed.is_empty() {
-            metrics.prompt_tokens.inc_by(self.tokens.len() as u64);
-            self.consumed = output.token_ids;
-        } else {
-            self.consumed.extend(output.token_ids.last());
+        let mut step: Vec<(Active<M::Cache>, usize)> = Vec::new();
+        let mut resting = VecDeque::new();
+        for (active, &part) in std::mem::take(&mut self.jobs).into_iter().zip(parts) {
+            if part > 0 { step.push((active, part)) } else { resting.push_back(active) }
         }
-        self.states.extend(output.states);
-        if self.job.max_new_tokens == 0 {
-            return Ok(Some(Finish::Length));
+        let mut sequences: Vec<_> = step.iter_mut().map(|(active, part)| active.sequence(*part)).collect();
+        #[expect(clippy::cast_precision_loss, reason = "observed in buckets")]
+        {
+            self.metrics.step_tokens.observe(tokens as f64);
+            self.metrics.step_sequences.observe(sequences.len() as f64);
         }
-        let next = match output.next_token {
-            Some(Some(token)) => token,
-            Some(None) => {
-                return Err(ApiError::NotFinite("the logits of the next token are not finite".to_owned()));
+        let started = Instant::now();
+        let outputs = guarded(self.model, &mut sequences);
+        drop(sequences);
+        self.metrics.step_seconds.observe(started.elapsed().as_secs_f64());
+        let outcome = if outputs.is_ok() { "ok" } else { "failed" };
+        self.metrics.steps.with_label_values(&[outcome]).inc();
+        let outputs = match outputs {
+            Ok(outputs) => outputs,
+            Err(error) => {
+                tracing::error!(%error, sequences = step.len(), tokens, "a step failed; its requests are answered 500");
+                for (active, _) in step {
+                    active.job.refuse(ApiError::StepFailed(error.0.clone()));
+                }
+                self.jobs = resting;
+                return;
             }
-            None => return Err(ApiError::StepFailed("the model gave no next token".to_owned())),
         };
-        metrics.generated_tokens.inc();
-        self.tokens.push(next);
-        if self.job.stop_ids.contains(&next) {
-            return Ok(Some(Finish::Stop(next)));
+        for ((mut active, part), output) in step.into_iter().zip(outputs) {
+            match active.advance(part, output, self.metrics) {
+                Err(error) => active.job.refuse(error),
+                Ok(None) => self.jobs.push_back(active),
+                Ok(Some(finish)) => active.end(finish, self.sink),
+            }
         }
-        let generated = self.tokens.len() - self.job.prompt_tokens;
-        Ok((generated >= self.job.max_new_tokens).then_some(Finish::Length))
+        // Those that had no part are younger: there was no room behind the older ones.
+        self.jobs.append(&mut resting);
     }
 
-    fn end(self, finish: Finish, sink: &Sink) {
-        let prompt = self.job.prompt_tokens;
-        let output_ids = self.tokens[prompt..].to_vec();
-        let done = Done { output_ids, finish, capture: None };
-        match self.job.capture {
-            None => {
-                if self.job.ticket.finish() {
-                    // A client that is gone has no use for an answer without a dump.
-                    let _ = self.job.reply.send(Ok(done));
-                } else {
-                    Job { capture: None, ..self.job }.answer_withdrawn_after(done.output_ids);
-                }
-            }
-            Some(capture) => {
-                let mut token_ids = self.consumed;
-                if capture.rows() == Rows::Prompt {
-                    token_ids.truncate(prompt);
-                }
-                sink.submit(Write {
-                    capture,
-                    token_ids,
-                    states: self.states,
-                    done,
-                    ticket: self.job.ticket,
-                    reply: self.job.reply,
-                });
-            }
-        }
+    fn show(&self) {
+        let gauge = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
+        self.metrics.running.set(gauge(self.jobs.len() as u64));
+        self.metrics.kv_reserved_bytes.set(gauge(self.kv_reserved()));
     }
-}
-
-/// Runs one step; returns the jobs that go on.
-fn execute(mut step: Vec<Active>, model: &dyn StepModel, sink: &Sink, metrics: &Metrics) -> Vec<Active> {
-    if step.is_empty() {
-        return step;
-    }
-    let sequences: Vec<StepSequence<'_>> = step.iter().map(Active::sequence).collect();
-    let tokens: usize = sequences.iter().map(|sequence| sequence.token_ids.len()).sum();
-    #[expect(clippy::cast_precision_loss, reason = "observed in buckets")]
-    {
-        metrics.step_tokens.observe(tokens as f64);
-        metrics.step_sequences.observe(sequences.len() as f64);
-    }
-    let started = Instant::now();
-    let outputs = guarded(model, &sequences);
-    metrics.step_seconds.observe(started.elapsed().as_secs_f64());
-    let outcome = if outputs.is_ok() { "ok" } else { "failed" };
-    metrics.steps.with_label_values(&[outcome]).inc();
-    let outputs = match outputs {
-        Ok(outputs) => outputs,
-        Err(error) => {
-            tracing::error!(%error, sequences = step.len(), tokens, "a step failed; its requests are answered 500");
-            for active in step {
-                active.job.refuse(ApiError::StepFailed(error.0.clone()));
-            }
-            return Vec::new();
-        }
-    };
-    let mut going_on = Vec::new();
-    for (mut active, output) in step.drain(..).zip(outputs) {
-        match active.advance(output, metrics) {
-            Err(error) => active.job.refuse(error),
-            Ok(None) => going_on.push(active),
-            Ok(Some(finish)) => active.end(finish, sink),
-        }
-    }
-    going_on
 }
 
 /// The step, with a panic (such as torch's out of memory becomes) and a wrong number of results as errors.
-fn guarded(model: &dyn StepModel, sequences: &[StepSequence<'_>]) -> Result<Vec<StepOutput>, StepError> {
+fn guarded<M: StepModel>(
+    model: &M,
+    sequences: &mut [StepSequence<'_, M::Cache>],
+) -> Result<Vec<StepOutput>, StepError> {
     // The model is only read in a step; what a panic leaves half done is dropped with the step.
-    let outputs = catch_unwind(AssertUnwindSafe(|| model.step(sequences))).unwrap_or_else(|panic| {
+    let run = AssertUnwindSafe(|| model.step(sequences));
+    let outputs = catch_unwind(run).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
         let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
         Err(StepError(text.unwrap_or("the model panicked").to_owned()))
     })?;
     if outputs.len() != sequences.len() {
-        return Err(StepError(format!(
-            "the model gave {} results for {} sequences",
-            outputs.len(),
-            sequences.len()
-        )));
+        let (found, expected) = (outputs.len(), sequences.len());
+        return Err(StepError(format!("the model gave {found} results for {expected} sequences")));
     }
     Ok(outputs)
 }
@@ -228,16 +193,10 @@ impl Job {
         let _ = self.reply.send(Err(error));
     }
 
-    /// Ends a job that was withdrawn before its first step.
-    pub(super) fn answer_withdrawn(self) {
-        self.answer_withdrawn_after(Vec::new());
-    }
-
-    /// Ends a job that was withdrawn after it had generated `output_ids`.
-    fn answer_withdrawn_after(self, output_ids: Vec<i64>) {
-        if self.ticket.withdrawn() == Some(Withdrawn::Aborted) {
-            let _ = self.reply.send(Ok(Done { output_ids, finish: Finish::Aborted, capture: None }));
-        }
-        // Otherwise nobody is listening; dropping the job gives back all it holds.
+    fn refuse_over_kv_budget(self, needed: u64, budget: u64) {
+        let (prompt, new) = (self.prompt_tokens, self.max_new_tokens);
+        self.refuse(ApiError::Invalid(format!(
+            "{prompt} prompt tokens and up to {new} new ones need {needed} bytes of KV cache; --kv-budget is {budget}"
+        )));
     }
 }

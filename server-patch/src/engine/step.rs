@@ -2,26 +2,39 @@
 
 use std::fmt;
 
-use tether_model::CaptureSpec;
+use tether_model::{CaptureSpec, Scores, Scoring};
 
 /// A model as the engine sees it. It is made, used and dropped on the engine thread.
 pub trait StepModel: 'static {
+    /// What later tokens of a sequence need of earlier ones.
+    type Cache;
+
+    /// One without tokens.
+    fn new_cache(&self) -> Self::Cache;
+
+    /// Bytes that a token takes in a cache.
+    fn cache_bytes_per_token(&self) -> u64;
+
     /// Runs all sequences together; results in the order given. A panic counts as an error of this step.
     ///
     /// # Errors
-    /// When the pass failed as a whole. The model must stay usable.
-    fn step(&self, sequences: &[StepSequence<'_>]) -> Result<Vec<StepOutput>, StepError>;
+    /// When the pass failed as a whole. The model and the caches must stay usable.
+    fn step(&self, sequences: &mut [StepSequence<'_, Self::Cache>]) -> Result<Vec<StepOutput>, StepError>;
 }
 
-/// One sequence of a step.
-#[derive(Clone, Copy, Debug)]
-pub struct StepSequence<'a> {
-    /// All tokens so far.
+/// One sequence of a step, or a part of one.
+#[derive(Debug)]
+pub struct StepSequence<'a, C> {
+    /// Its tokens behind those in the cache.
     pub token_ids: &'a [i64],
+    /// What earlier steps made of the tokens before; `None` for a sequence that is run whole and once.
+    pub cache: Option<&'a mut C>,
     /// What to keep.
     pub capture: Option<StepCapture<'a>>,
-    /// Whether the most likely next token is wanted.
-    pub next_token: bool,
+    /// Whether the logits behind the last token are wanted.
+    pub logits: bool,
+    /// How likely given tokens are.
+    pub scoring: Option<Scoring<'a>>,
 }
 
 /// What to keep of a sequence.
@@ -29,7 +42,7 @@ pub struct StepSequence<'a> {
 pub struct StepCapture<'a> {
     /// The points.
     pub spec: &'a CaptureSpec,
-    /// The first row to keep.
+    /// The first row to keep, of this step's.
     pub first_row: usize,
 }
 
@@ -40,8 +53,10 @@ pub struct StepOutput {
     pub token_ids: Vec<i64>,
     /// The kept rows, if any were asked for.
     pub states: Option<States>,
-    /// The most likely next token if it was asked for; `None` in it when the logits are not numbers.
-    pub next_token: Option<Option<i64>>,
+    /// `[vocab]`, if asked for.
+    pub logits: Option<Vec<f32>>,
+    /// What was asked by [`StepSequence::scoring`].
+    pub scores: Option<Scores>,
 }
 
 /// Hidden states `[rows, planes, hidden]`, row-major, little-endian, in the dump's dtype, owned by whoever made them.

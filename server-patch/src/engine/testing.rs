@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
+use tether_model::Scores;
+
 use super::{States, StepError, StepModel, StepOutput, StepSequence};
 
 /// A token that makes the step of any sequence that holds it fail.
@@ -67,8 +69,22 @@ pub(crate) fn value(token: i64, row: usize, plane: usize) -> f32 {
     token as f32 * 1000.0 + row as f32 + plane as f32 / 10.0
 }
 
+/// Bytes of a cached token.
+pub(crate) const KV_BYTES: u64 = 8;
+
 impl StepModel for FakeModel {
-    fn step(&self, sequences: &[StepSequence<'_>]) -> Result<Vec<StepOutput>, StepError> {
+    /// The tokens.
+    type Cache = Vec<i64>;
+
+    fn new_cache(&self) -> Vec<i64> {
+        Vec::new()
+    }
+
+    fn cache_bytes_per_token(&self) -> u64 {
+        KV_BYTES
+    }
+
+    fn step(&self, sequences: &mut [StepSequence<'_, Vec<i64>>]) -> Result<Vec<StepOutput>, StepError> {
         self.steps.lock().unwrap().push(sequences.iter().map(|sequence| sequence.token_ids.len()).collect());
         self.gate.pass();
         let has = |token| sequences.iter().any(|sequence| sequence.token_ids.contains(&token));
@@ -76,24 +92,42 @@ impl StepModel for FakeModel {
             return Err(StepError("out of memory, as asked".to_owned()));
         }
         assert!(!has(PANICS), "panicked, as asked");
-        let outputs = sequences.iter().map(|sequence| {
+        let outputs = sequences.iter_mut().map(|sequence| {
+            let past = sequence.cache.as_ref().map_or(0, |cache| cache.len());
             let states = sequence.capture.map(|capture| {
                 let planes = capture.spec.planes().len();
                 let rows = sequence.token_ids.iter().enumerate().skip(capture.first_row);
                 let values = rows.flat_map(|(row, &token)| {
                     (0..planes * HIDDEN).map(move |at| match token {
                         NAN => f32::NAN,
-                        _ => value(token, row, at / HIDDEN),
+                        _ => value(token, past + row, at / HIDDEN),
                     })
                 });
                 States::new(values.flat_map(f32::to_le_bytes).collect::<Vec<u8>>())
             });
+            if let Some(cache) = &mut sequence.cache {
+                cache.extend(sequence.token_ids);
+            }
             let last = sequence.token_ids[sequence.token_ids.len() - 1];
             let read = |&token: &i64| if token == MISREAD { token + 1 } else { token };
+            // One logit of 30, all others 0: the token is certain; what was scored is told by the token and the row it follows.
+            let logits = || match last {
+                NO_LOGITS => vec![f32::NAN; VOCAB as usize],
+                _ => (0..VOCAB).map(|token| if token == (last + 1) % VOCAB { 30.0 } else { 0.0 }).collect(),
+            };
+            let scored = |row: usize, token: i64| -((past + row) as f32) - token as f32 / 100.0;
+            let scores = sequence.scoring.map(|scoring| Scores {
+                targets: (scoring.first_row..)
+                    .zip(scoring.targets)
+                    .map(|(row, token)| scored(row, *token))
+                    .collect(),
+                ..Scores::default()
+            });
             StepOutput {
                 token_ids: sequence.token_ids.iter().map(read).collect(),
                 states,
-                next_token: sequence.next_token.then(|| (last != NO_LOGITS).then_some((last + 1) % VOCAB)),
+                logits: sequence.logits.then(logits),
+                scores,
             }
         });
         Ok(outputs.collect())

@@ -50,6 +50,11 @@ impl Jobs {
             prompt_tokens: plan.prompt_tokens,
             max_new_tokens: plan.max_new_tokens,
             stop_ids: plan.stop_ids,
+            stop_text: None,
+            sampling: plan.sampling,
+            sample: 0,
+            logprobs: None,
+            events: None,
             capture,
             reply,
             queued: Instant::now(),
@@ -65,7 +70,9 @@ impl Jobs {
 }
 
 fn body(ids: &[i64], new_tokens: usize, rest: &str) -> String {
-    format!(r#"{{"input_ids":{ids:?},"sampling_params":{{"max_new_tokens":{new_tokens}}}{rest}}}"#)
+    format!(
+        r#"{{"input_ids":{ids:?},"sampling_params":{{"max_new_tokens":{new_tokens},"temperature":0}}{rest}}}"#
+    )
 }
 
 /// Checks that the dump of `id` holds `tokens`, row by row and plane by plane.
@@ -161,7 +168,7 @@ fn what_waits_is_packed_into_one_step_within_the_token_budget() {
 }
 
 #[test]
-fn continued_jobs_and_new_ones_share_steps_and_neither_waits_for_all_of_the_others() {
+fn continued_texts_and_new_prompts_share_steps_and_neither_waits_for_the_other() {
     let (jobs, fixture) = (Jobs::new(), Fixture { max_batch_tokens: 10, ..Fixture::default() });
     let gate = Arc::clone(&fixture.model.gate);
     let engine = fixture.engine(jobs.path(), &jobs.metrics);
@@ -177,11 +184,107 @@ fn continued_jobs_and_new_ones_share_steps_and_neither_waits_for_all_of_the_othe
         })
         .collect();
     gate.open();
-    long_answer.blocking_recv().unwrap().unwrap();
+    assert_eq!(long_answer.blocking_recv().unwrap().unwrap().output_ids, [2, 3, 4, 5, 6, 7]);
     short.into_iter().for_each(|answer| drop(answer.blocking_recv().unwrap().unwrap()));
-    let steps: Vec<usize> =
-        fixture.model.steps.lock().unwrap().iter().map(|step| step.iter().sum()).collect();
-    assert_eq!(steps, [8, 9, 9, 10, 9, 11, 9, 12, 13], "in turn: {steps:?}");
+    let steps = fixture.model.steps.lock().unwrap().clone();
+    assert_eq!(steps, [vec![8], vec![1, 9], vec![1, 9], vec![1, 9], vec![1], vec![1]]);
+    assert_eq!(jobs.metrics.kv_reserved_bytes.get(), 0);
+}
+
+#[test]
+fn a_prompt_beyond_the_budget_runs_in_parts_where_others_are_continued_and_its_dump_is_whole() {
+    let (jobs, fixture) = (Jobs::new(), Fixture { max_batch_tokens: 10, ..Fixture::default() });
+    let gate = Arc::clone(&fixture.model.gate);
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    gate.close();
+    let (first, _, _, first_answer) = jobs.job(&body(&[1; 3], 6, ""));
+    engine.submit(vec![first]).unwrap();
+    eventually("the first step has begun", || gate.arrived() == 1);
+    let prompt: Vec<i64> = (10..35).collect();
+    let (long, id, _, long_answer) = jobs.job(&body(&prompt, 3, r#","capture":{"rows":"all"}"#));
+    let (behind, _, _, behind_answer) = jobs.job(&body(&[5; 7], 0, ""));
+    engine.submit(vec![long, behind]).unwrap();
+    gate.open();
+    assert_eq!(first_answer.blocking_recv().unwrap().unwrap().output_ids.len(), 6);
+    assert_eq!(long_answer.blocking_recv().unwrap().unwrap().output_ids, [35, 36, 37]);
+    behind_answer.blocking_recv().unwrap().unwrap();
+    let tokens: Vec<i64> = (10..37).collect();
+    assert_dump(jobs.path(), id, &prompt, &tokens, 4);
+    let steps = fixture.model.steps.lock().unwrap().clone();
+    // The one behind has to wait for a step with room for all of it: it is run once, without a cache.
+    assert_eq!(steps[..4], [vec![3], vec![1, 10], vec![1, 10], vec![1, 5]]);
+    assert!(steps[4..].iter().any(|step| step.contains(&7)), "{steps:?}");
+}
+
+#[test]
+fn texts_start_only_while_their_caches_fit_and_one_that_never_will_is_refused() {
+    let kv_budget = 20 * testing::KV_BYTES;
+    let (jobs, fixture) = (Jobs::new(), Fixture { kv_budget, ..Fixture::default() });
+    let gate = Arc::clone(&fixture.model.gate);
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let (error, _) = jobs.run(&engine, &body(&[1; 10], 12, ""));
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("168 bytes") && error.contains("--kv-budget is 160"), "{error}");
+    // As many tokens without being continued need no cache.
+    jobs.run(&engine, &body(&[1; 30], 1, "")).0.unwrap();
+    gate.close();
+    let before = gate.arrived();
+    let answers: Vec<Answer> = [[1; 8], [2; 8]]
+        .map(|ids| {
+            let (job, _, _, answer) = jobs.job(&body(&ids, 5, ""));
+            engine.submit(vec![job]).unwrap();
+            answer
+        })
+        .into();
+    gate.open();
+    answers.into_iter().for_each(|answer| drop(answer.blocking_recv().unwrap().unwrap()));
+    let steps = fixture.model.steps.lock().unwrap()[before..].to_vec();
+    assert!(steps.iter().all(|step| step.len() == 1), "12 and 12 tokens do not fit into 20: {steps:?}");
+}
+
+#[test]
+fn tokens_come_as_they_are_made_with_the_log_probabilities_that_were_asked_for() {
+    let (jobs, fixture) = (Jobs::new(), Fixture { max_batch_tokens: 4, ..Fixture::default() });
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let (mut job, _, _, answer) = jobs.job(&body(&[3, 4, 5], 4, r#","capture":false"#));
+    let (events, mut received) = mpsc::unbounded_channel();
+    job.events = Some(events);
+    job.logprobs = Some(Logprobs { prompt_from: Some(0), top: 2, token_ids: vec![9] });
+    engine.submit(vec![job]).unwrap();
+    let done = answer.blocking_recv().unwrap().unwrap();
+    let logprobs = done.logprobs.unwrap();
+    let events: Vec<TokenEvent> = std::iter::from_fn(|| received.blocking_recv()).collect();
+    assert_eq!(events.iter().map(|event| event.token).collect::<Vec<_>>(), [6, 7, 8, 9]);
+    assert_eq!(done.output_ids, [6, 7, 8, 9]);
+    // Token 4 behind row 0, token 5 behind row 1.
+    let prompt: Vec<f32> = logprobs.prompt.iter().map(|token| token.logprob).collect();
+    assert_eq!(prompt, [-0.04, -1.05]);
+    let own = |event: &TokenEvent| event.logprob.clone().unwrap();
+    assert_eq!(logprobs.output, events.iter().map(own).collect::<Vec<_>>());
+    for (logprob, token) in logprobs.output.iter().zip(6..) {
+        assert!(logprob.logprob.abs() < 1e-5, "it is certain");
+        assert_eq!(logprob.top[0].0, token);
+        assert_eq!(logprob.token_ids.len(), 1);
+    }
+}
+
+#[test]
+fn a_string_ends_the_text_with_the_token_that_completes_it() {
+    struct After(usize);
+    impl StopText for After {
+        fn push(&mut self, token: i64) -> Option<String> {
+            self.0 -= 1;
+            (self.0 == 0).then(|| format!("<{token}>"))
+        }
+    }
+    let (jobs, fixture) = (Jobs::new(), Fixture::default());
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let (mut job, id, _, answer) = jobs.job(&body(&[1, 2], 20, r#","capture":{"rows":"all"}"#));
+    job.stop_text = Some(Box::new(After(3)));
+    engine.submit(vec![job]).unwrap();
+    let done = answer.blocking_recv().unwrap().unwrap();
+    assert_eq!((done.output_ids, done.finish), (vec![3, 4, 5], Finish::StopText("<5>".to_owned())));
+    assert_dump(jobs.path(), id, &[1, 2], &[1, 2, 3, 4], 4);
 }
 
 #[test]
@@ -316,7 +419,7 @@ fn closing_answers_what_waits_and_ends_the_thread_after_its_step() {
 fn a_model_that_does_not_load_ends_the_thread_with_its_reason() {
     let (jobs, fixture) = (Jobs::new(), Fixture::default());
     let (told, reason) = std::sync::mpsc::channel();
-    let options = EngineOptions { max_batch_tokens: 1, max_queued: 1 };
+    let options = EngineOptions { max_batch_tokens: 1, max_queued: 1, max_running: 1, kv_budget: 1 };
     let sink = fixture.sink(jobs.path(), &jobs.metrics);
     let load = || Err::<testing::FakeModel, _>("no weights");
     let engine = Engine::start(options, sink, jobs.metrics.clone(), load, move |result| {

@@ -1,5 +1,6 @@
 //! `sampling_params`: what this server does with each of SGLang's keys.
 
+use std::collections::HashMap;
 use std::fmt;
 
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
@@ -7,6 +8,7 @@ use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, MapAccess, Se
 use super::ids::IntListSeed;
 use crate::error::ApiError;
 use crate::json::Scalar;
+use crate::sampling::SamplingParams;
 
 /// SGLang's default.
 const MAX_NEW_TOKENS: usize = 128;
@@ -15,8 +17,8 @@ const GREEDY: f64 = 1e-6;
 /// More than a context has room for makes no sense and would only cost memory.
 const MAX_STOP_TOKENS: usize = 1024;
 
-/// How one prompt is continued. Decoding is greedy.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// How one prompt is continued.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
     /// Most tokens to generate; 0 runs the prompt only.
     pub max_new_tokens: NewTokens,
@@ -26,6 +28,8 @@ pub struct Sampling {
     pub stop_token_ids: Vec<i64>,
     /// Leave special tokens out of the text.
     pub skip_special_tokens: bool,
+    /// How tokens are chosen.
+    pub params: SamplingParams,
 }
 
 /// How many tokens a request wants.
@@ -58,6 +62,7 @@ impl Default for Sampling {
             ignore_eos: false,
             stop_token_ids: Vec::new(),
             skip_special_tokens: true,
+            params: SamplingParams { temperature: 1.0, ..SamplingParams::default() },
         }
     }
 }
@@ -70,6 +75,12 @@ pub(crate) struct RawSampling {
     top_k: Option<i64>,
     top_p: Option<f64>,
     min_p: Option<f64>,
+    frequency_penalty: Option<f64>,
+    presence_penalty: Option<f64>,
+    repetition_penalty: Option<f64>,
+    min_new_tokens: Option<i64>,
+    logit_bias: Vec<(i64, f64)>,
+    sampling_seed: Option<i64>,
     ignore_eos: bool,
     skip_special_tokens: Option<bool>,
     stop_token_ids: Vec<i64>,
@@ -89,11 +100,7 @@ impl Default for SamplingFields {
 }
 
 /// Keys that SGLang has and this server does not, with the value that asks for nothing.
-const UNSUPPORTED: [(&str, &str); 18] = [
-    ("frequency_penalty", "0"),
-    ("presence_penalty", "0"),
-    ("repetition_penalty", "1"),
-    ("min_new_tokens", "0"),
+const UNSUPPORTED: [(&str, &str); 13] = [
     ("n", "1"),
     ("spaces_between_special_tokens", "true"),
     ("no_stop_trim", "false"),
@@ -103,14 +110,14 @@ const UNSUPPORTED: [(&str, &str); 18] = [
     ("regex", "null"),
     ("ebnf", "null"),
     ("structural_tag", "null"),
-    ("logit_bias", "null"),
     ("stream_interval", "null"),
     ("custom_params", "null"),
     ("beam_width", "null"),
     ("watermark", "null"),
 ];
 
-const SUPPORTED: &str = "max_new_tokens, temperature, top_k, top_p, min_p, ignore_eos, stop_token_ids, \
+const SUPPORTED: &str = "max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p, frequency_penalty, \
+                         presence_penalty, repetition_penalty, logit_bias, ignore_eos, stop_token_ids, \
                          skip_special_tokens, sampling_seed";
 
 impl RawSampling {
@@ -122,6 +129,17 @@ impl RawSampling {
             self.stop_token_ids = map.next_value_seed(seed)?.unwrap_or_default();
             return Ok(());
         }
+        if key == "logit_bias" {
+            let biases: Option<HashMap<String, f64>> = map.next_value()?;
+            let bias = |(token, bias): (String, f64)| match token.parse() {
+                Ok(token) => Ok((token, bias)),
+                Err(_) => Err(A::Error::custom(format_args!(
+                    "`{name}` has the key {token:?}; a token ID as text, such as \"42\", is expected"
+                ))),
+            };
+            self.logit_bias = biases.unwrap_or_default().into_iter().map(bias).collect::<Result<_, _>>()?;
+            return Ok(());
+        }
         let value: Scalar = map.next_value()?;
         match key {
             "max_new_tokens" => self.max_new_tokens = Some(value.int(&name)?),
@@ -131,8 +149,11 @@ impl RawSampling {
             "min_p" => self.min_p = value.number(&name)?,
             "ignore_eos" => self.ignore_eos = value.bool(&name)?.unwrap_or_default(),
             "skip_special_tokens" => self.skip_special_tokens = value.bool(&name)?,
-            // The best token is the same under every seed.
-            "sampling_seed" => drop(value.int::<A::Error>(&name)?),
+            "frequency_penalty" => self.frequency_penalty = value.number(&name)?,
+            "presence_penalty" => self.presence_penalty = value.number(&name)?,
+            "repetition_penalty" => self.repetition_penalty = value.number(&name)?,
+            "min_new_tokens" => self.min_new_tokens = value.int(&name)?,
+            "sampling_seed" => self.sampling_seed = value.int(&name)?,
             _ => match UNSUPPORTED.iter().find(|(known, _)| *known == key) {
                 Some((_, neutral)) if asks_for_nothing(&value, neutral) => {}
                 Some((_, neutral)) => {
@@ -175,24 +196,44 @@ impl RawSampling {
         if let Some(min_p) = self.min_p.filter(|p| !(0.0..=1.0).contains(p)) {
             return refuse("min_p", &min_p, "a number from 0 to 1 is accepted");
         }
-        // Where the best token is asked for, the other keys change nothing; where it is not, they ask for a draw.
-        let greedy = self.temperature.is_some_and(|t| t < GREEDY) || self.top_k == Some(1);
-        if !greedy {
-            let only =
-                "this server decodes greedily: temperature 0, or none of temperature, top_k, top_p and min_p";
-            if let Some(temperature) = self.temperature {
-                return refuse("temperature", &temperature, only);
-            }
-            if let Some(top_k) = self.top_k.filter(|k| *k != -1) {
-                return refuse("top_k", &top_k, only);
-            }
-            if let Some(top_p) = self.top_p.filter(|p| *p < 1.0) {
-                return refuse("top_p", &top_p, only);
-            }
-            if let Some(min_p) = self.min_p.filter(|p| *p > 0.0) {
-                return refuse("min_p", &min_p, only);
+        let penalties =
+            [("frequency_penalty", self.frequency_penalty), ("presence_penalty", self.presence_penalty)];
+        for (key, value) in penalties {
+            if let Some(value) = value.filter(|value| !(-2.0..=2.0).contains(value)) {
+                return refuse(key, &value, "a number from -2 to 2 is accepted");
             }
         }
+        if let Some(value) = self.repetition_penalty.filter(|value| !(*value > 0.0 && *value <= 2.0)) {
+            return refuse("repetition_penalty", &value, "a number above 0 and up to 2 is accepted");
+        }
+        let min_new_tokens = match usize::try_from(self.min_new_tokens.unwrap_or(0)) {
+            Ok(count) => count,
+            Err(_) => {
+                return refuse("min_new_tokens", &self.min_new_tokens.unwrap_or(0), "0 or more is accepted");
+            }
+        };
+        let most = match max_new_tokens {
+            NewTokens::Default => MAX_NEW_TOKENS,
+            NewTokens::ToContext => usize::MAX,
+            NewTokens::Exactly(count) => count,
+        };
+        if min_new_tokens > most {
+            let accepted = format!("it must be in [0, max_new_tokens({most})]");
+            return refuse("min_new_tokens", &min_new_tokens, &accepted);
+        }
+        let temperature = self.temperature.unwrap_or(1.0);
+        let params = SamplingParams {
+            temperature: if temperature < GREEDY { 0.0 } else { temperature },
+            top_k: self.top_k.filter(|k| *k != -1).and_then(|k| usize::try_from(k).ok()),
+            top_p: self.top_p.unwrap_or(1.0),
+            min_p: self.min_p.unwrap_or(0.0),
+            frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
+            presence_penalty: self.presence_penalty.unwrap_or(0.0),
+            repetition_penalty: self.repetition_penalty.unwrap_or(1.0),
+            min_new_tokens,
+            logit_bias: self.logit_bias,
+            seed: self.sampling_seed,
+        };
         if self.stop_token_ids.len() > MAX_STOP_TOKENS {
             let count = format!("a list of {}", self.stop_token_ids.len());
             return refuse("stop_token_ids", &count, &format!("up to {MAX_STOP_TOKENS} are accepted"));
@@ -202,6 +243,7 @@ impl RawSampling {
             ignore_eos: self.ignore_eos,
             stop_token_ids: self.stop_token_ids,
             skip_special_tokens: self.skip_special_tokens.unwrap_or(true),
+            params,
         })
     }
 }

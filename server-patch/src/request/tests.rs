@@ -1,4 +1,5 @@
 use super::*;
+use crate::sampling::SamplingParams;
 use proptest::prelude::*;
 use tether_dump::{FinalState, Rows};
 
@@ -191,7 +192,7 @@ fn a_bad_capture_is_refused_by_name() {
 }
 
 #[test]
-fn sampling_is_greedy_and_everything_else_is_refused_by_name() {
+fn sampling_parameters_are_read_and_judged_and_others_refused_by_name() {
     let sampling = |params: &str| {
         parse(&format!(r#"{{"input_ids":[1],"sampling_params":{params}}}"#))
             .map(|r| r.prompts[0].sampling.clone())
@@ -200,14 +201,34 @@ fn sampling_is_greedy_and_everything_else_is_refused_by_name() {
     assert_eq!(sampling("null").unwrap().max_new_tokens, NewTokens::Default);
     assert_eq!(sampling(r#"{"max_new_tokens":null}"#).unwrap().max_new_tokens, NewTokens::ToContext);
     assert_eq!(sampling(r#"{"max_new_tokens":0}"#).unwrap().max_new_tokens, NewTokens::Exactly(0));
-    for greedy in [
+    for legal in [
         r#"{"temperature":0}"#,
+        r#"{"temperature":0.7}"#,
+        r#"{"top_p":0.9,"top_k":5}"#,
         r#"{"temperature":0.0,"top_p":0.9,"top_k":50,"min_p":0.1,"sampling_seed":7}"#,
         r#"{"temperature":1.0,"top_k":1}"#,
         r#"{"top_p":1,"top_k":-1,"min_p":0,"n":1,"stop":[],"stop_regex":null,"frequency_penalty":0.0,"repetition_penalty":1,"no_stop_trim":false,"logit_bias":{}}"#,
     ] {
-        assert!(sampling(greedy).is_ok(), "{greedy}: {:?}", sampling(greedy));
+        assert!(sampling(legal).is_ok(), "{legal}: {:?}", sampling(legal));
     }
+    let all = r#"{"temperature":0.5,"top_k":7,"top_p":0.9,"min_p":0.1,"frequency_penalty":0.2,"presence_penalty":-0.3,
+        "repetition_penalty":1.2,"min_new_tokens":4,"logit_bias":{"17":-2.5},"sampling_seed":-9}"#;
+    let expected = SamplingParams {
+        temperature: 0.5,
+        top_k: Some(7),
+        top_p: 0.9,
+        min_p: 0.1,
+        frequency_penalty: 0.2,
+        presence_penalty: -0.3,
+        repetition_penalty: 1.2,
+        min_new_tokens: 4,
+        logit_bias: vec![(17, -2.5)],
+        seed: Some(-9),
+    };
+    assert_eq!(sampling(all).unwrap().params, expected);
+    assert_eq!(sampling("{}").unwrap().params, SamplingParams { temperature: 1.0, ..Default::default() });
+    assert_eq!(sampling(r#"{"temperature":1e-7}"#).unwrap().params.temperature, 0.0);
+    assert_eq!(sampling(r#"{"top_k":-1}"#).unwrap().params.top_k, None);
     let stops =
         sampling(r#"{"stop_token_ids":[5,6],"ignore_eos":true,"skip_special_tokens":false}"#).unwrap();
     assert_eq!(
@@ -219,11 +240,17 @@ fn sampling_is_greedy_and_everything_else_is_refused_by_name() {
         (r#"{"max_new_tokens":1.5}"#, "`sampling_params.max_new_tokens` is 1.5; an integer is expected"),
         (r#"{"max_new_tokens":"2"}"#, "`sampling_params.max_new_tokens` is \"2\"; an integer is expected"),
         (r#"{"max_new_tokens":true}"#, "`sampling_params.max_new_tokens` is true; an integer is expected"),
-        (r#"{"temperature":0.7}"#, "`sampling_params.temperature` is 0.7; this server decodes greedily"),
+        (r#"{"frequency_penalty":2.5}"#, "`sampling_params.frequency_penalty` is 2.5; a number from -2 to 2"),
+        (r#"{"presence_penalty":-3}"#, "`sampling_params.presence_penalty` is -3; a number from -2 to 2"),
+        (r#"{"repetition_penalty":0}"#, "`sampling_params.repetition_penalty` is 0; a number above 0"),
+        (r#"{"min_new_tokens":-1}"#, "`sampling_params.min_new_tokens` is -1; 0 or more"),
+        (
+            r#"{"max_new_tokens":2,"min_new_tokens":3}"#,
+            "`sampling_params.min_new_tokens` is 3; it must be in [0, max_new_tokens(2)]",
+        ),
+        (r#"{"logit_bias":{"x":1}}"#, "`sampling_params.logit_bias` has the key \"x\""),
         (r#"{"temperature":-1}"#, "`sampling_params.temperature` is -1; a finite number from 0"),
-        (r#"{"top_p":0.9}"#, "`sampling_params.top_p` is 0.9; this server decodes greedily"),
         (r#"{"top_p":0}"#, "`sampling_params.top_p` is 0; a number above 0"),
-        (r#"{"top_k":5}"#, "`sampling_params.top_k` is 5; this server decodes greedily"),
         (r#"{"top_k":0}"#, "`sampling_params.top_k` is 0; -1 (all) or 1"),
         (r#"{"min_p":2}"#, "`sampling_params.min_p` is 2; a number from 0 to 1"),
         (r#"{"stop":"x"}"#, "`sampling_params.stop` is \"x\"; this server does not implement it"),

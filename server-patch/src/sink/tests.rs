@@ -49,7 +49,7 @@ impl Setup {
             capture: JobCapture { spec, metadata, reservation },
             token_ids: vec![5; ROWS],
             states: vec![States::new(vec![0u8; ROWS * HIDDEN * 4])],
-            done: Done { output_ids: vec![], finish: Finish::Length, capture: None },
+            done: Done { output_ids: vec![], finish: Finish::Length, capture: None, logprobs: None },
             ticket: Arc::clone(&ticket),
             reply,
         };
