@@ -1,5 +1,6 @@
 //! The command line, and the checks on it that cost nothing beside loading weights.
 
+use std::fmt;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -54,6 +55,9 @@ pub struct Args {
     /// cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub device: Place,
+    /// Devices to spread the layers over, in order and as evenly as can be, such as cuda:0,cuda:1; instead of --device
+    #[arg(long, value_name = "DEVICES", value_delimiter = ',', conflicts_with = "device")]
+    pub device_map: Option<Vec<Place>>,
     /// Threads of an operation on the CPU. [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
@@ -149,6 +153,16 @@ impl FromStr for Place {
     }
 }
 
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Device::Cpu => f.write_str("cpu"),
+            Device::Cuda(index) => write!(f, "cuda:{index}"),
+            other => write!(f, "{other:?}"),
+        }
+    }
+}
+
 /// Settings that cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
@@ -218,6 +232,11 @@ impl Args {
     pub fn kv_budget(&self) -> ByteSize {
         let available = || ByteSize(crate::memory::available_memory().unwrap_or(FALLBACK_MEMORY) / 4);
         self.kv_budget.unwrap_or_else(available)
+    }
+
+    /// Where the model runs.
+    pub fn places(&self) -> &[Place] {
+        self.device_map.as_deref().unwrap_or(std::slice::from_ref(&self.device))
     }
 
     /// Threads of an operation.

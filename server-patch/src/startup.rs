@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use prometheus::Registry;
 use tether_dump::FinalState;
+use tether_model::{LoadRow, LoadTable};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
@@ -126,13 +127,14 @@ pub async fn run(args: Args) -> Result<(), StartError> {
     );
     let options = TorchOptions {
         dir: args.model.clone(),
-        device: args.device.0,
+        devices: args.places().iter().map(|place| place.0).collect(),
         dtype: args.compute(),
         dump_dtype: args.stored(),
         threads: args.compute_threads(),
         tile_tokens: TILE_TOKENS,
     };
     let spec = Arc::clone(&planner.defaults.spec);
+    let log_json = args.log_json;
     let (loaded, model_loaded) = oneshot::channel();
     let load_started = Instant::now();
     let engine = Engine::start(
@@ -151,7 +153,10 @@ pub async fn run(args: Args) -> Result<(), StartError> {
         },
         move |result: Result<&TorchModel, TorchError>| {
             // If the server has stopped meanwhile, nobody waits to hear this.
-            let _ = loaded.send(result.map(|model| (model.dump_dtype(), model.compute_note())));
+            let _ = loaded.send(result.map(|model| {
+                let table = model.load_table().clone();
+                (model.dump_dtype(), model.compute_note(), table)
+            }));
         },
     );
     let app = Arc::new(App {
@@ -178,7 +183,8 @@ pub async fn run(args: Args) -> Result<(), StartError> {
     });
     let early = tokio::select! {
         result = model_loaded => match result {
-            Ok(Ok((dtype, compute))) => {
+            Ok(Ok((dtype, compute, table))) => {
+                loaded_table(&table, log_json);
                 // Set here and nowhere else.
                 let _ = app.planner.dump_dtype.set(dtype);
                 metrics.load_seconds.set(load_started.elapsed().as_secs_f64());
@@ -227,6 +233,18 @@ async fn told(terminate: &mut Signal, interrupt: &mut Signal) -> &'static str {
     }
 }
 
+/// What was loaded, for the log.
+fn loaded_table(table: &LoadTable, log_json: bool) {
+    if !log_json {
+        tracing::info!("parameters\n{table}");
+        return;
+    }
+    for (stored_as, row) in table.rows() {
+        let LoadRow { tensors, parameters, stored_bytes, mapped_bytes } = row;
+        tracing::info!(stored_as, tensors, parameters, stored_bytes, mapped_bytes, "parameters");
+    }
+}
+
 /// What will be served, for the log.
 fn table(args: &Args, planner: &Planner, dump_dir: &Path, address: &str) {
     let model = &planner.model;
@@ -234,6 +252,7 @@ fn table(args: &Args, planner: &Planner, dump_dir: &Path, address: &str) {
     let (input, output) = both_axes(spec);
     let points: Vec<String> = spec.planes().iter().map(ToString::to_string).collect();
     let points = points.join(",");
+    let devices = args.places().iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
     if args.log_json {
         tracing::info!(
             version = env!("CARGO_PKG_VERSION"),
@@ -248,7 +267,7 @@ fn table(args: &Args, planner: &Planner, dump_dir: &Path, address: &str) {
             input_axis = input,
             output_axis = output,
             r#final = %args.final_state,
-            device = ?args.device.0,
+            devices,
             dtype = ?args.dtype,
             dump_dtype = ?args.dump_dtype,
             threads = args.compute_threads(),
@@ -286,10 +305,7 @@ fn table(args: &Args, planner: &Planner, dump_dir: &Path, address: &str) {
         ("input axis", format!("{input} (SGLang, vLLM, speculators, --capture-layers)")),
         ("output axis", format!("{output} (SpecForge, ModelOpt, TorchSpec, NeMo)")),
         ("capture", format!("{:?}", args.capture).to_lowercase()),
-        (
-            "compute",
-            format!("{:?}, dtype {}, {} threads", args.device.0, auto(args.dtype), args.compute_threads()),
-        ),
+        ("compute", format!("{devices}, dtype {}, {} threads", auto(args.dtype), args.compute_threads())),
         (
             "batch",
             format!(

@@ -6,7 +6,7 @@ use std::slice;
 
 use tch::{Device, Kind, Tensor};
 use tether_dump::Dtype;
-use tether_model::{Capture, DtypeChoice, KvCache, LoadError, LoadOptions, Model, Sequence};
+use tether_model::{Capture, DtypeChoice, KvCache, LoadError, LoadOptions, LoadTable, Model, Sequence};
 
 use crate::engine::{States, StepError, StepModel, StepOutput, StepSequence};
 
@@ -15,8 +15,8 @@ use crate::engine::{States, StepError, StepModel, StepOutput, StepSequence};
 pub struct TorchOptions {
     /// The checkpoint.
     pub dir: PathBuf,
-    /// Where it runs.
-    pub device: Device,
+    /// Where it runs: one device, or several that layers are spread over.
+    pub devices: Vec<Device>,
     /// What it computes in.
     pub dtype: DtypeChoice,
     /// What states are stored in; `None` for what it computes in.
@@ -73,11 +73,13 @@ impl TorchModel {
         // Each thread that calls libtorch gets a pool of its own, so these are set once, on the one that does.
         tch::set_num_threads(i32::try_from(options.threads).unwrap_or(i32::MAX));
         tch::set_num_interop_threads(1);
-        if let Device::Cuda(index) = options.device {
-            open_cuda(index)?;
+        for device in &options.devices {
+            if let Device::Cuda(index) = *device {
+                open_cuda(index)?;
+            }
         }
         let load = LoadOptions {
-            devices: vec![options.device],
+            devices: options.devices.clone(),
             dtype: options.dtype,
             tile_tokens: options.tile_tokens,
         };
@@ -103,6 +105,11 @@ impl TorchModel {
     /// Device, number format and threads, for the start-up log.
     pub fn compute_note(&self) -> String {
         self.model.compute_note()
+    }
+
+    /// What was loaded, and how it is stored.
+    pub fn load_table(&self) -> &LoadTable {
+        self.model.load_table()
     }
 
     /// Runs a few tokens, so that what is set up on first use is there before the first request. Makes no dump.

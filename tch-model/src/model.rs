@@ -193,8 +193,11 @@ impl Model {
             layers = model.config.num_hidden_layers,
             files = checkpoint.files(),
             compute = model.compute_note(),
-            "model loaded\n{}",
-            model.table
+            parameters = model.table.total().parameters,
+            stored_bytes = model.table.total().stored_bytes,
+            mapped_bytes = model.table.total().mapped_bytes,
+            seconds = model.table.took.as_secs_f64(),
+            "model loaded"
         );
         Ok(model)
     }

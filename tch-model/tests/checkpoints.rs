@@ -4,11 +4,12 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
 use common::{Golden, float32, load, model_dir, run};
-use safetensors::SafeTensors;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 use tch::Device;
 use tempfile::TempDir;
@@ -188,4 +189,250 @@ fn both_spellings_of_yarn_are_the_same_model() {
     let prompts = golden.prompts();
     let new = run(&load(dir.path(), DtypeChoice::Float32, 4096, None), &prompts, Routes::Free);
     assert_eq!(new, run(&float32("tiny-v2-group", 4096), &prompts, Routes::Free));
+}
+
+/// One tensor of a file, to be written anew.
+struct Stored {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    data: Vec<u8>,
+}
+
+/// Writes a checkpoint's files as one, changed.
+fn rewrite(dir: &Path, change: impl FnOnce(&mut BTreeMap<String, Stored>)) {
+    let mut tensors = BTreeMap::new();
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if !name.starts_with("model") {
+            continue;
+        }
+        if name.ends_with(".safetensors") {
+            let bytes = fs::read(&path).unwrap();
+            for (name, view) in SafeTensors::deserialize(&bytes).unwrap().tensors() {
+                let (dtype, shape) = (view.dtype(), view.shape().to_vec());
+                tensors.insert(name, Stored { dtype, shape, data: view.data().to_vec() });
+            }
+        }
+        fs::remove_file(path).unwrap();
+    }
+    change(&mut tensors);
+    let views = tensors.iter().map(|(name, Stored { dtype, shape, data })| {
+        (name, safetensors::tensor::TensorView::new(*dtype, shape.clone(), data).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &dir.join("model.safetensors")).unwrap();
+}
+
+/// What a copy of a packed checkpoint is refused with, once its tensors were changed.
+#[track_caller]
+fn refused(name: &str, change: impl FnOnce(&mut BTreeMap<String, Stored>), words: &[&str]) {
+    let dir = copy_of(&format!("quantised/{name}"));
+    rewrite(dir.path(), change);
+    let error = refusal(dir.path()).to_string();
+    words.iter().for_each(|word| assert!(error.contains(word), "`{word}` is not in: {error}"));
+}
+
+const FP8: &str = "model.layers.1.mlp.experts.3.up_proj";
+const INT4: &str = "language_model.model.layers.1.mlp.experts.3.up_proj";
+
+#[test]
+fn packed_matrices_without_all_of_their_parts_are_refused_by_name() {
+    for part in ["weight", "weight_scale_inv"] {
+        let name = format!("{FP8}.{part}");
+        refused("fp8-v3", |tensors| drop(tensors.remove(&name)), &[&format!("`{FP8}")]);
+    }
+    for part in ["weight_packed", "weight_scale", "weight_shape"] {
+        let name = format!("{INT4}.{part}");
+        refused("int4-kimi-k2.5", |tensors| drop(tensors.remove(&name)), &[&format!("`{INT4}")]);
+    }
+    for part in ["weight", "weight_scale", "weight_scale_2"] {
+        let name = format!("{FP8}.{part}");
+        refused("nvfp4-modelopt", |tensors| drop(tensors.remove(&name)), &[&format!("`{FP8}")]);
+    }
+}
+
+#[test]
+fn packed_matrices_whose_parts_do_not_fit_are_refused_by_name() {
+    let halved = |tensors: &mut BTreeMap<String, Stored>, name: &str| {
+        let tensor = tensors.get_mut(name).unwrap();
+        tensor.shape[0] /= 2;
+        let half = tensor.data.len() / 2;
+        tensor.data.truncate(half);
+    };
+    let factors = format!("{FP8}.weight_scale_inv");
+    refused("fp8-v3", |tensors| halved(tensors, &factors), &[&factors, "[1, 2]", "[2, 2]"]);
+    let words = format!("{INT4}.weight_packed");
+    refused("int4-kimi-k2.5", |tensors| halved(tensors, &words), &[&words, "[80, 20]", "[160, 20]"]);
+    let shape = format!("{INT4}.weight_shape");
+    let turned = |tensors: &mut BTreeMap<String, Stored>| {
+        tensors.get_mut(&shape).unwrap().data = [160i64, 161].map(i64::to_le_bytes).concat();
+    };
+    refused("int4-kimi-k2.5", turned, &[&shape, "[160, 161]", "[160, 160]"]);
+}
+
+#[test]
+fn tensors_that_contradict_each_other_or_the_config_are_refused_by_name() {
+    let plain = |tensors: &mut BTreeMap<String, Stored>, module: &str| {
+        let data = vec![0; 160 * 160 * 2];
+        tensors
+            .insert(format!("{module}.weight"), Stored { dtype: Dtype::BF16, shape: vec![160, 160], data });
+    };
+    // Both at once.
+    refused("int4-kimi-k2.5", |tensors| plain(tensors, INT4), &[INT4, "both `weight` and `weight_packed`"]);
+    // A plain one with a factor, which would be left out.
+    refused("fp8-v3", |tensors| plain(tensors, FP8), &[FP8, "plain", "weight_scale_inv"]);
+    // A plain one where the config says fp8: was it converted, or were its factors lost?
+    let converted = |tensors: &mut BTreeMap<String, Stored>| {
+        plain(tensors, FP8);
+        tensors.remove(&format!("{FP8}.weight_scale_inv"));
+    };
+    refused(
+        "fp8-v3",
+        converted,
+        &[FP8, "BF16", "fp8 in blocks of 128x128", "remove that key from config.json"],
+    );
+    // Formats with zero points or an order of their own.
+    let zeros = |tensors: &mut BTreeMap<String, Stored>| {
+        let zeros = Stored { dtype: Dtype::I32, shape: vec![1], data: vec![0; 4] };
+        tensors.insert(format!("{INT4}.weight_zero_point"), zeros);
+    };
+    refused("int4-kimi-k2.5", zeros, &["weight_zero_point"]);
+}
+
+#[test]
+fn a_config_that_says_otherwise_than_the_tensors_is_refused() {
+    let fp8 = || copy_of("quantised/fp8-v3");
+    let with = |dir: TempDir, value: Value| {
+        configure(dir.path(), "quantization_config", value);
+        refusal(dir.path()).to_string()
+    };
+    let error = with(fp8(), Value::Null);
+    assert!(error.contains(FP8) && error.contains("stored as fp8, and no `quantization_config`"), "{error}");
+    let ignoring = json!({"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["*.3.up_proj"]});
+    let error = with(fp8(), ignoring);
+    assert!(error.contains(FP8) && error.contains("among those that are not"), "{error}");
+    let error = with(fp8(), json!({"quant_method": "modelopt", "quant_algo": "NVFP4"}));
+    assert!(error.contains(FP8) && error.contains("says nvfp4 (ModelOpt)"), "{error}");
+    // Other blocks need another number of factors.
+    let error = with(fp8(), json!({"quant_method": "fp8", "weight_block_size": [64, 128]}));
+    assert!(
+        error.contains(&format!("`{FP8}.weight_scale_inv` is [2, 2], the config asks for [3, 2]")),
+        "{error}"
+    );
+}
+
+/// ModelOpt's first checkpoints say how they are stored in a file of their own.
+#[test]
+fn modelopts_own_file_stands_for_the_configs_key() {
+    let (dir, golden) = (copy_of("quantised/nvfp4-modelopt"), Golden::read("quantised/nvfp4-modelopt"));
+    configure(dir.path(), "quantization_config", Value::Null);
+    let own = json!({
+        "producer": {"name": "modelopt", "version": "0.23.0"},
+        "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": null, "group_size": 16,
+                         "exclude_modules": ["lm_head", "model.layers.*.self_attn*"]}
+    });
+    fs::write(dir.path().join("hf_quant_config.json"), own.to_string()).unwrap();
+    let prompts = golden.prompts();
+    let found = run(&load(dir.path(), DtypeChoice::Float32, 4096, None), &prompts, Routes::Free);
+    let expected = run(&float32("quantised/nvfp4-modelopt", 4096), &prompts, Routes::Free);
+    assert_eq!(found, expected);
+}
+
+/// LD-08: unknown tensors of the text model are errors, all of them named; others are not in the way.
+#[test]
+fn tensors_that_the_config_does_not_describe_are_named() {
+    let dir = copy_of("tiny-v2");
+    let extra = |name: &str, tensors: &mut BTreeMap<String, Stored>| {
+        tensors.insert(name.to_owned(), Stored { dtype: Dtype::F32, shape: vec![1], data: vec![0; 4] });
+    };
+    let unknown = ["model.layers.3.self_attn.q_norm.weight", "model.layers.0.self_attn.o_proj.bias"];
+    rewrite(dir.path(), |tensors| {
+        unknown.iter().for_each(|name| extra(name, tensors));
+        extra("draft_head.weight", tensors);
+        extra("model.layers.0.self_attn.rotary_emb.inv_freq", tensors);
+        extra("model.layers.8.eh_proj.weight", tensors);
+    });
+    let error = refusal(dir.path()).to_string();
+    assert!(error.starts_with("2 tensor(s)"), "{error}");
+    unknown
+        .iter()
+        .for_each(|name| assert!(error.contains(&format!("`{name}` is not in the model")), "{error}"));
+    rewrite(dir.path(), |tensors| unknown.iter().for_each(|&name| drop(tensors.remove(name))));
+    let prompt: &[i64] = &[5, 6, 7];
+    let found = run(&load(dir.path(), DtypeChoice::Auto, 64, None), &[prompt], Routes::Free);
+    assert_eq!(
+        found,
+        run(&load(&model_dir("tiny-v2"), DtypeChoice::Auto, 64, None), &[prompt], Routes::Free)
+    );
+}
+
+/// Every prefix that checkpoints use, and the same model under it.
+#[test]
+fn the_same_weights_under_any_prefix_are_the_same_model() {
+    let expected = {
+        let prompt: &[i64] = &[9, 8, 7, 6];
+        run(&float32("tiny-v2", 64), &[prompt], Routes::Free)
+    };
+    for (body, head) in [
+        ("language_model.model.", "language_model.lm_head."),
+        ("language_model.", "lm_head."),
+        ("", "lm_head."),
+    ] {
+        let dir = copy_of("tiny-v2");
+        rewrite(dir.path(), |tensors| {
+            let renamed =
+                std::mem::take(tensors).into_iter().map(|(name, tensor)| match name.strip_prefix("model.") {
+                    Some(rest) => (format!("{body}{rest}"), tensor),
+                    None => (name.replace("lm_head.", head), tensor),
+                });
+            tensors.extend(renamed);
+        });
+        let prompt: &[i64] = &[9, 8, 7, 6];
+        let model = load(dir.path(), DtypeChoice::Float32, 64, None);
+        assert_eq!(run(&model, &[prompt], Routes::Free), expected, "{body}");
+    }
+    let dir = copy_of("tiny-v2");
+    rewrite(dir.path(), |tensors| {
+        let twice = tensors.get("model.embed_tokens.weight").unwrap();
+        let twice = Stored { dtype: twice.dtype, shape: twice.shape.clone(), data: twice.data.clone() };
+        tensors.insert("language_model.embed_tokens.weight".to_owned(), twice);
+    });
+    assert!(refusal(dir.path()).to_string().contains("which model is meant"));
+}
+
+/// LD-04: a head stored beside the embedding it is tied to is not used.
+#[test]
+fn a_tied_head_is_the_embedding_whether_or_not_a_head_is_stored() {
+    let (dir, prompt) = (copy_of("grid/shape-v2-tied"), [3i64, 4, 5]);
+    let prompts: &[&[i64]] = &[&prompt];
+    let expected = run(&float32("grid/shape-v2-tied", 64), prompts, Routes::Free);
+    rewrite(dir.path(), |tensors| {
+        let embedding = tensors.get("model.embed_tokens.weight").unwrap();
+        let (dtype, shape, data) = (embedding.dtype, embedding.shape.clone(), vec![0; embedding.data.len()]);
+        tensors.insert("lm_head.weight".to_owned(), Stored { dtype, shape, data });
+    });
+    assert_eq!(run(&load(dir.path(), DtypeChoice::Float32, 64, None), prompts, Routes::Free), expected);
+}
+
+/// Fused experts beside single ones: which are meant?
+#[test]
+fn fused_experts_of_another_shape_or_beside_single_ones_are_refused() {
+    let single = |tensors: &mut BTreeMap<String, Stored>| {
+        let name = "model.layers.1.mlp.experts.0.up_proj.weight";
+        tensors.insert(name.to_owned(), Stored { dtype: Dtype::F32, shape: vec![1], data: vec![0; 4] });
+    };
+    refused("fused-v3", single, &["`model.layers.1.mlp.experts.0.up_proj.weight` is not in the model"]);
+    let short = |tensors: &mut BTreeMap<String, Stored>| {
+        let gates = tensors.get_mut("model.layers.1.mlp.experts.gate_up_proj").unwrap();
+        gates.data.truncate(gates.data.len() / 8 * 7);
+        gates.shape[0] = 7;
+    };
+    refused(
+        "fused-v3",
+        short,
+        &["`model.layers.1.mlp.experts.gate_up_proj` is [7, 320, 160]", "[8, 320, 160]"],
+    );
+    let gone =
+        |tensors: &mut BTreeMap<String, Stored>| drop(tensors.remove("model.layers.2.mlp.experts.down_proj"));
+    refused("fused-v3", gone, &["`model.layers.2.mlp.experts.down_proj` is missing"]);
 }

@@ -69,6 +69,32 @@ async fn a_checkpoint_that_is_none_is_refused_by_name() {
     }
 }
 
+/// Layers on two devices, here the same one twice, give the states that one device gives, and the log says which are where.
+#[tokio::test]
+async fn layers_spread_over_devices_give_the_states_of_one() {
+    let checkpoint = Checkpoint::float32();
+    let prompt = Prompts::new(3).of_length(33);
+    let one = dump_of(&Server::of(&checkpoint).start().await, &prompt).await;
+    let server = Server::of(&checkpoint).flag("--device-map", "cpu,cpu").start().await;
+    let two = dump_of(&server, &prompt).await;
+    for point in &one.metadata.points {
+        assert_eq!(one.plane(*point), two.plane(*point), "{point}");
+    }
+    let half = NUM_LAYERS / 2;
+    let log = server.process().log();
+    let split = format!("layers 0-{} on cpu, {half}-{} on cpu", half - 1, NUM_LAYERS - 1);
+    assert!(log.contains(&split), "`{split}` is not in: {log}");
+    // The table of what was loaded: every parameter is float32 here.
+    assert!(log.contains("stored as") && log.contains("float32"), "{log}");
+    for (map, named) in [("cpu,gpu", "gpu"), ("cpu,cpu,cpu,cpu,cpu,cpu,cpu,cpu,cpu", "layers")] {
+        let (code, log) = Server::of(&checkpoint).flag("--device-map", map).refused().await;
+        assert!(code.is_some_and(|code| code != 0) && log.contains(named), "{map}: {code:?}: {log}");
+    }
+    let (code, log) =
+        Server::of(&checkpoint).flag("--device-map", "cpu,cpu").flag("--device", "cpu").refused().await;
+    assert!(code.is_some_and(|code| code != 0) && log.contains("--device"), "{code:?}: {log}");
+}
+
 #[tokio::test]
 async fn an_unknown_flag_or_a_bad_value_is_refused_by_name() {
     let checkpoint = Checkpoint::float32();

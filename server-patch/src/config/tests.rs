@@ -19,9 +19,19 @@ fn the_documented_command_line_is_accepted() {
     assert_eq!(args.capture_layers, Some(vec![2, 30, 58]));
     assert_eq!((args.final_state, args.capture), (FinalState::PostNorm, Capture::All));
     assert_eq!(args.device, Place(Device::Cuda(0)));
+    assert_eq!(args.places(), [Place(Device::Cuda(0))]);
     assert_eq!(args.dump_budget, ByteSize(64 << 30));
     assert_eq!((args.compute(), args.stored()), (DtypeChoice::Float32, Some(Dtype::BFloat16)));
     assert_eq!(args.compute_threads(), 2);
+}
+
+#[test]
+fn a_device_map_takes_the_place_of_the_device() {
+    let places = |flags: &str| args(flags).unwrap().places().to_vec();
+    assert_eq!(places(""), [Place(Device::Cpu)]);
+    let map = places("--device-map cuda:1,cpu,cuda");
+    assert_eq!(map, [Place(Device::Cuda(1)), Place(Device::Cpu), Place(Device::Cuda(0))]);
+    assert_eq!(map.iter().map(ToString::to_string).collect::<Vec<_>>(), ["cuda:1", "cpu", "cuda:0"]);
 }
 
 #[test]
@@ -30,6 +40,8 @@ fn a_bad_value_is_refused_with_what_is_accepted() {
         ("--final prenorm", ["prenorm", "`pre_norm`, `post_norm`, `both` or `none`"]),
         ("--device gpu", ["gpu", "cpu, cuda or cuda:N"]),
         ("--device cuda:x", ["cuda:x", "cpu, cuda or cuda:N"]),
+        ("--device-map cpu,gpu", ["gpu", "cpu, cuda or cuda:N"]),
+        ("--device-map cpu --device cpu", ["--device-map", "--device"]),
         ("--dump-budget 1.5G", ["1.5G", "64GiB"]),
         ("--queue-timeout soon", ["soon", "30s"]),
         ("--threads 0", ["0", "1..=4096"]),
