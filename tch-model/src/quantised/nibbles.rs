@@ -1,6 +1,6 @@
 //! Two four-bit codes to a byte, the first in the lower half.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::mapped::Parameter;
 
@@ -8,28 +8,28 @@ use crate::mapped::Parameter;
 /// code in the upper four bits and zeros below. They are written into `room`, which holds at least as many int16.
 pub(super) fn spread(bytes: &Parameter, first: i64, count: i64, room: &Tensor) -> Tensor {
     let half = bytes.size()[1];
-    let bytes = bytes.narrow(0, first, count);
-    let pairs = room.narrow(0, 0, count * half * 2).view([count, half, 2]);
-    let (mut lower, mut upper) = (pairs.select(2, 0), pairs.select(2, 1));
-    lower.copy_(&bytes);
-    upper.copy_(&bytes);
-    let _ = lower.bitwise_left_shift_tensor_scalar_(12);
-    let _ = upper.bitwise_left_shift_tensor_scalar_(8);
-    let mut codes = pairs.view([count, half * 2]);
-    codes.bitwise_and_(-0x1000)
+    let room = room.narrow(0, 0, count * half * 2);
+    // One byte in the lowest bits of each two codes, ...
+    let mut pairs = room.view_dtype(Kind::Int).view([count, half]);
+    pairs.copy_(&bytes.narrow(0, first, count));
+    // ... then twice, twelve bits apart, so that its lower half ends up at the top of the first code and its upper half at the
+    // top of the second. Every step runs along memory, which writing each half by itself would not.
+    let again = pairs.bitwise_left_shift_tensor_scalar(12);
+    let _ = pairs.bitwise_or_tensor_(&again);
+    let _ = pairs.bitwise_left_shift_tensor_scalar_(12);
+    let _ = pairs.bitwise_and_(i64::from(0xf000_f000u32.cast_signed()));
+    room.view([count, half * 2])
 }
 
 /// Rows of bytes for a test.
 #[cfg(test)]
 pub(super) fn bytes(rows: &[&[u8]]) -> Parameter {
     let flat: Vec<u8> = rows.concat();
-    Parameter::owned(Tensor::from_slice(&flat).view([rows.len() as i64, -1]).to_kind(tch::Kind::Uint8))
+    Parameter::owned(Tensor::from_slice(&flat).view([rows.len() as i64, -1]).to_kind(Kind::Uint8))
 }
 
 #[cfg(test)]
 mod tests {
-    use tch::Kind;
-
     use super::*;
 
     #[test]
