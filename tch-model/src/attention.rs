@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 
 use crate::LoadError;
 use crate::batch::{Segment, Tile};
-use crate::config::{Config, Yarn};
+use crate::config::Config;
 use crate::linear::Linear;
 use crate::norm::RmsNorm;
 use crate::rope::rotate_;
@@ -119,7 +119,7 @@ impl Attention {
             qk_rope_head_dim,
             v_head_dim,
             kv_lora_rank,
-            scale: scale(config),
+            scale: config.softmax_scale(),
         })
     }
 
@@ -257,10 +257,4 @@ fn widened(x: Tensor, width: i64) -> Tensor {
         0 => x,
         missing => x.constant_pad_nd([0, missing]),
     }
-}
-
-/// `qk_head_dim^-0.5`, times YaRN's `m(mscale_all_dim)²`.
-fn scale(config: &Config) -> f64 {
-    let stretch = config.rope.yarn.as_ref().map_or(1.0, Yarn::softmax_factor);
-    (config.qk_head_dim() as f64).powf(-0.5) * stretch
 }

@@ -154,6 +154,12 @@ impl Config {
         self.qk_nope_head_dim + self.qk_rope_head_dim
     }
 
+    /// What attention scores are multiplied by: `qk_head_dim^-0.5`, times YaRN's `m(mscale_all_dim)²`.
+    pub fn softmax_scale(&self) -> f64 {
+        let stretch = self.rope.yarn.as_ref().map_or(1.0, Yarn::softmax_factor);
+        (self.qk_head_dim() as f64).powf(-0.5) * stretch
+    }
+
     /// Whether decoder layer `layer` has experts.
     pub fn is_moe(&self, layer: i64) -> bool {
         self.n_routed_experts > 0 && layer >= self.first_k_dense_replace && layer % self.moe_layer_freq == 0

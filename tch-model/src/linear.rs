@@ -172,3 +172,36 @@ thread_local! {
     /// Always the same memory, which stays in the cache and is not asked of the allocator for every block of every weight.
     static ROOM: RefCell<Room> = RefCell::new(Room::new(0, Device::Cpu));
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// NM-29: a fallback for bfloat16 that sums in bfloat16 stops at 256 ones.
+    #[test]
+    fn a_thousand_ones_are_a_thousand_in_every_way_of_multiplying() {
+        let ones = |rows, kind| Tensor::ones([rows, 1024], (kind, Device::Cpu));
+        for weight in [Kind::Float, Kind::BFloat16] {
+            let linear = Linear::plain(Parameter::owned(ones(1024, weight)));
+            for activations in [Kind::Float, weight] {
+                let found = linear.forward(&ones(7, activations));
+                assert_eq!(found.kind(), activations);
+                let (least, most) = (found.min().double_value(&[]), found.max().double_value(&[]));
+                assert_eq!((least, most), (1024.0, 1024.0), "{weight:?} with {activations:?}");
+            }
+        }
+    }
+
+    /// Blocks end where they may, not where the weight ends.
+    #[test]
+    fn a_weight_of_several_blocks_is_multiplied_whole() {
+        tch::manual_seed(5);
+        let (outputs, inputs) = (3 * (BLOCK_ELEMENTS / 4096) + 5, 4096);
+        let weight = Tensor::randn([outputs, inputs], (Kind::BFloat16, Device::Cpu));
+        let x = Tensor::randn([3, inputs], (Kind::Float, Device::Cpu));
+        let expected = x.mm(&weight.to_kind(Kind::Float).tr());
+        let linear = Linear::plain(Parameter::owned(weight.shallow_clone()));
+        assert!(linear.forward(&x).allclose(&expected, 1e-4, 1e-3, false));
+        assert_eq!(linear.expanded(Kind::BFloat16), weight);
+    }
+}

@@ -176,8 +176,10 @@ impl Model {
         let stages = stages(&options.devices, &config)?;
         let checkpoint = Checkpoint::open(dir)?;
         let kind = kind(options.dtype, &config, &checkpoint);
-        let (first, _) = ends(&stages);
-        let products = products.unwrap_or_else(|| Products::suited_to(first, kind));
+        // Where one of several is the CPU, it is the one that needs care.
+        let decisive = options.devices.iter().find(|device| **device == Device::Cpu);
+        let decisive = *decisive.unwrap_or(&ends(&stages).0);
+        let products = products.unwrap_or_else(|| Products::suited_to(decisive, kind));
         let activations = products.activations(kind);
         let _no_grad = tch::no_grad_guard();
         let check = Source::new(&checkpoint, &config, kind, false);
@@ -193,6 +195,7 @@ impl Model {
             layers = model.config.num_hidden_layers,
             files = checkpoint.files(),
             compute = model.compute_note(),
+            softmax_scale = model.config.softmax_scale(),
             parameters = model.table.total().parameters,
             stored_bytes = model.table.total().stored_bytes,
             mapped_bytes = model.table.total().mapped_bytes,

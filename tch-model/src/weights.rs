@@ -1,127 +1,23 @@
 //! A checkpoint's tensors, by name.
 
+mod checkpoint;
 mod names;
 mod table;
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::collections::BTreeSet;
 
-use memmap2::Mmap;
-use safetensors::{Dtype, SafeTensors};
-use serde::Deserialize;
+use safetensors::Dtype;
 use tch::{Device, Kind, Tensor};
 
 use crate::LoadError;
 use crate::config::{Config, Modules, Scheme};
-use crate::mapped::{self, Parameter};
+use crate::mapped::Parameter;
+pub(crate) use checkpoint::Checkpoint;
+use checkpoint::Entry;
 use names::Names;
 pub(crate) use names::Unused;
 pub use table::{LoadRow, LoadTable};
-
-/// The safetensors files of a checkpoint, mapped, and where each tensor lies in them.
-pub(crate) struct Checkpoint {
-    tensors: BTreeMap<String, Entry>,
-    files: usize,
-    names: Names,
-}
-
-struct Entry {
-    file: Arc<Mmap>,
-    range: std::ops::Range<usize>,
-    dtype: Dtype,
-    shape: Vec<i64>,
-}
-
-/// `model.safetensors.index.json`
-#[derive(Deserialize)]
-struct Index {
-    weight_map: BTreeMap<String, String>,
-}
-
-impl Checkpoint {
-    /// Maps the checkpoint in `dir`: `model.safetensors`, or the shards that `model.safetensors.index.json` names. Reads
-    /// headers only.
-    ///
-    /// # Errors
-    /// When a shard that the index names is missing (all of them are listed), or a file is not a whole one.
-    pub(crate) fn open(dir: &Path) -> Result<Self, LoadError> {
-        let single = dir.join("model.safetensors");
-        let index = dir.join("model.safetensors.index.json");
-        let (paths, listed) = if single.is_file() {
-            (vec![single], None)
-        } else if index.is_file() {
-            let listed = read_index(&index)?;
-            let names: BTreeSet<&String> = listed.weight_map.values().collect();
-            // A name is a file of this directory, nothing else.
-            let is_missing = |name: &&&String| {
-                Path::new(name.as_str()).components().count() != 1 || !dir.join(name.as_str()).is_file()
-            };
-            let missing: Vec<String> = names.iter().filter(is_missing).map(ToString::to_string).collect();
-            if !missing.is_empty() {
-                return Err(LoadError::MissingShards { dir: dir.to_owned(), names: missing });
-            }
-            (names.into_iter().map(|name| dir.join(name)).collect(), Some(listed.weight_map))
-        } else {
-            return Err(LoadError::NoWeights { dir: dir.to_owned() });
-        };
-        let mut tensors = BTreeMap::new();
-        let mut problems = Vec::new();
-        for path in &paths {
-            for (name, entry) in entries(path)? {
-                if tensors.insert(name.clone(), entry).is_some() {
-                    problems.push(format!("`{name}` is in two files"));
-                }
-            }
-        }
-        let absent = listed.iter().flatten().filter(|(name, _)| !tensors.contains_key(*name));
-        problems.extend(
-            absent.map(|(name, shard)| format!("`{name}` is not in {shard}, where the index has it")),
-        );
-        match Names::find(|name| tensors.contains_key(name)) {
-            Ok(names) if problems.is_empty() => Ok(Self { tensors, files: paths.len(), names }),
-            Ok(_) => Err(LoadError::Tensors { problems }),
-            Err(problem) => {
-                problems.push(problem);
-                Err(LoadError::Tensors { problems })
-            }
-        }
-    }
-
-    /// How many files the checkpoint has.
-    pub(crate) fn files(&self) -> usize {
-        self.files
-    }
-
-    /// What the embedding is stored as, if there is one: no checkpoint quantises it.
-    pub(crate) fn embedding_kind(&self) -> Option<Kind> {
-        let embedding = self.tensors.get(&format!("{}embed_tokens.weight", self.names.body));
-        embedding.and_then(|entry| kind_of(entry.dtype))
-    }
-}
-
-fn read_index(path: &Path) -> Result<Index, LoadError> {
-    let bytes = fs::read(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })?;
-    serde_json::from_slice(&bytes).map_err(|source| LoadError::Json { path: path.to_owned(), source })
-}
-
-/// The tensors of one file. Its header is checked against its length.
-fn entries(path: &Path) -> Result<Vec<(String, Entry)>, LoadError> {
-    let owned = || PathBuf::from(path);
-    let file = mapped::map(path).map_err(|source| LoadError::Read { path: owned(), source })?;
-    let tensors =
-        SafeTensors::deserialize(&file).map_err(|source| LoadError::Shard { path: owned(), source })?;
-    let start = file.as_ptr().addr();
-    let entry = |(name, view): (String, safetensors::tensor::TensorView<'_>)| {
-        let offset = view.data().as_ptr().addr() - start;
-        let range = offset..offset + view.data().len();
-        let shape = view.shape().iter().map(|&dimension| dimension as i64).collect();
-        (name, Entry { file: Arc::clone(&file), range, dtype: view.dtype(), shape })
-    };
-    Ok(tensors.tensors().into_iter().map(entry).collect())
-}
 
 /// Where in the checkpoint a layer's tensors are, and what they become.
 ///
@@ -323,6 +219,15 @@ impl Weights<'_> {
 
     /// Factors of a packed matrix, in float32. They are counted with the matrix, see [`count_packed`](Self::count_packed).
     pub(crate) fn factors(&self, name: &str, shape: &[i64]) -> Result<Parameter, LoadError> {
+        if self.dtype(name) == Some(Dtype::F8_E8M0) {
+            let Some(entry) = self.checked(name, shape).filter(|_| self.is_loading()) else {
+                return Ok(Parameter::nothing());
+            };
+            let factors: Vec<f32> =
+                entry.file[entry.range.clone()].iter().map(|&code| power_of_two(code)).collect();
+            let factors = Tensor::from_slice(&factors).f_reshape(shape)?;
+            return Ok(Parameter::owned(factors.f_to_device(self.device)?));
+        }
         let stored = self.factors_as_stored(name, shape)?;
         Ok(if stored.defined() { Parameter::owned(stored.f_to_kind(Kind::Float)?) } else { stored })
     }
@@ -455,11 +360,34 @@ pub(crate) fn kind_of(dtype: Dtype) -> Option<Kind> {
     }
 }
 
+/// What a code of e8m0 stands for: only an exponent, biased by 127.
+fn power_of_two(code: u8) -> f32 {
+    match code {
+        // Two below the smallest normal number.
+        0 => f32::from_bits(1 << 22),
+        255 => f32::NAN,
+        code => f32::from_bits(u32::from(code) << 23),
+    }
+}
+
 fn name_of(kind: Kind) -> &'static str {
     match kind {
         Kind::BFloat16 => "bfloat16",
         Kind::Half => "float16",
         Kind::Double => "float64",
         _ => "float32",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_of_an_exponent_alone_are_powers_of_two() {
+        for (code, exponent) in [(0, -127), (1, -126), (100, -27), (127, 0), (128, 1), (254, 127)] {
+            assert_eq!(f64::from(power_of_two(code)), 2f64.powi(exponent), "{code}");
+        }
+        assert!(power_of_two(255).is_nan());
     }
 }

@@ -124,6 +124,14 @@ fn more_devices_than_layers_or_none_are_refused() {
     }
 }
 
+/// DT-02: half precision's range ends at 65504, so nothing is computed in it.
+#[test]
+fn a_float16_checkpoint_computes_in_float32() {
+    let model = load(&model_dir("grid/softmax-v2-greedy-normalised"), DtypeChoice::Auto, 64, None);
+    assert!(stored(&model).iter().any(|(name, _)| name == "float16"), "{:?}", stored(&model));
+    assert_eq!(model.kind(), Kind::Float);
+}
+
 #[test]
 fn a_quantised_checkpoint_computes_in_what_its_plain_tensors_are_in() {
     for name in ["fp8-v3", "int4-kimi-k2.5", "nvfp4-modelopt", "nvfp4-kimi-k2.5"] {
