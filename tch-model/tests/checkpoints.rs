@@ -265,7 +265,7 @@ fn packed_matrices_whose_parts_do_not_fit_are_refused_by_name() {
     refused("int4-kimi-k2.5", |tensors| halved(tensors, &words), &[&words, "[80, 20]", "[160, 20]"]);
     let shape = format!("{INT4}.weight_shape");
     let turned = |tensors: &mut BTreeMap<String, Stored>| {
-        tensors.get_mut(&shape).unwrap().data = [160i64, 161].map(i64::to_le_bytes).concat();
+        tensors.get_mut(&shape).unwrap().data = [160i32, 161].map(i32::to_le_bytes).concat();
     };
     refused("int4-kimi-k2.5", turned, &[&shape, "[160, 161]", "[160, 160]"]);
 }

@@ -89,7 +89,7 @@ def pack_int4(w, group=32):
     for place in range(8):
         words |= (q.reshape(rows, -1)[:, place::8] + 8).astype(np.uint32) << np.uint32(4 * place)
     tensors = {"weight_packed": torch.from_numpy(words.view(np.int32)), "weight_scale": scale,
-               "weight_shape": torch.tensor([rows, columns])}
+               "weight_shape": torch.tensor([rows, columns], dtype=torch.int32)}
     return tensors, (q.astype(np.float32) * exact).reshape(rows, columns)
 
 
@@ -147,8 +147,8 @@ def vision(rng):
     """What a text model has no use for."""
     part = lambda *shape: torch.from_numpy(rng.normal(size=shape)).to(torch.bfloat16)
     return {"vision_tower.patch_embed.proj.weight": part(32, 3, 4, 4), "vision_tower.encoder.blocks.0.wqkv.weight": part(96, 32),
-            "vision_tower.encoder.final_layernorm.weight": part(32), "mm_projector.linear_1.weight": part(64, 32),
-            "mm_projector.linear_1.bias": part(64)}
+            "vision_tower.encoder.final_layernorm.weight": part(32), "mm_projector.pre_norm.weight": part(32), "mm_projector.proj.0.weight": part(64, 128),
+            "mm_projector.proj.0.bias": part(64)}
 
 
 def wrapped(config, quantisation):
@@ -156,6 +156,7 @@ def wrapped(config, quantisation):
     text = dict(config, torch_dtype="bfloat16", quantization_config=quantisation, architectures=["DeepseekV3ForCausalLM"],
                 num_beams=1, temperature=1.0, top_k=50, top_p=1.0, diversity_penalty=0.0, length_penalty=1.0, pruned_heads={})
     return dict(architectures=["KimiK25ForConditionalGeneration"], model_type="kimi_k25", text_config=text,
+                quantization_config=quantisation, video_placeholder="<|kimi_k25_video_placeholder|>",
                 vision_config=dict(hidden_size=32, num_hidden_layers=1, patch_size=4), media_placeholder_token_id=7,
                 ignore_index=-100, use_unified_vision_chunk=True, tie_word_embeddings=False, dtype="bfloat16",
                 bos_token_id=0, eos_token_id=1, pad_token_id=2, auto_map={"AutoConfig": "configuration_kimi_k25.KimiK25Config"})

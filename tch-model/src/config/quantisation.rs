@@ -1,10 +1,12 @@
 //! `quantization_config`: which modules are stored in fewer bits, and how.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::fs;
+use std::iter;
 use std::path::Path;
 
-use regex::RegexSet;
+use regex::{Regex, RegexSet};
 use serde_json::{Map, Value};
 
 use super::keys::Keys;
@@ -93,19 +95,30 @@ impl Quantisation {
         };
         keys.refuse_the_rest("no such key; if it does not change the weights, remove it")?;
         for (key, patterns) in [("targets", &read.targets), ("ignore", &read.ignore)] {
-            patterns_as_one(patterns)
-                .map_err(|error| keys.refuse(key, error, "names and regular expressions"))?;
+            if let Some(bad) = patterns.iter().find(|pattern| Regex::new(&expression(pattern)).is_err()) {
+                let supported = "names, wildcards, and regular expressions after `re:`";
+                return Err(keys.refuse(key, shortened(&bad.as_str().into()), supported));
+            }
+        }
+        // Each of them was compiled just now; only all together can be too much.
+        if Patterns::new(&read.targets).and(Patterns::new(&read.ignore)).is_err() {
+            let count = read.targets.len() + read.ignore.len();
+            return Err(keys.refuse(
+                "ignore",
+                format!("{count} patterns"),
+                "fewer expressions and wildcards",
+            ));
         }
         Ok(read)
     }
 
     /// The modules it is about, ready to be looked up.
     pub(crate) fn modules(&self) -> Modules {
-        let compiled = |patterns: &[String]| patterns_as_one(patterns).expect("they were compiled in `read`");
+        let ready = |patterns: &[String]| Patterns::new(patterns).expect("they were compiled in `read`");
         Modules {
             every_linear: self.targets.iter().any(|target| target == "Linear"),
-            targets: compiled(&self.targets),
-            ignore: compiled(&self.ignore),
+            targets: ready(&self.targets),
+            ignore: ready(&self.ignore),
         }
     }
 }
@@ -114,36 +127,62 @@ impl Quantisation {
 #[derive(Debug)]
 pub(crate) struct Modules {
     every_linear: bool,
-    targets: RegexSet,
-    ignore: RegexSet,
+    targets: Patterns,
+    ignore: Patterns,
 }
 
 impl Modules {
     /// Whether it names the module, which may be known under several names, as one that stays plain.
     pub(crate) fn ignores(&self, names: &[&str]) -> bool {
-        names.iter().any(|name| self.ignore.is_match(name))
+        names.iter().any(|name| self.ignore.fit(name))
     }
 
     /// Whether it says that the module is quantised.
     pub(crate) fn includes(&self, names: &[&str]) -> bool {
-        let targeted = self.every_linear || names.iter().any(|name| self.targets.is_match(name));
+        let targeted = self.every_linear || names.iter().any(|name| self.targets.fit(name));
         targeted && !self.ignores(names)
+    }
+}
+
+/// Patterns of all three tools: `re:` and a regular expression that fits from the start (compressed-tensors), wildcards
+/// (ModelOpt), and plain names, of which a config may list hundreds.
+#[derive(Debug)]
+struct Patterns {
+    names: HashSet<String>,
+    expressions: RegexSet,
+}
+
+impl Patterns {
+    fn new(patterns: &[String]) -> Result<Self, regex::Error> {
+        let is_name = |pattern: &&String| !pattern.starts_with("re:") && !pattern.contains(['*', '?']);
+        let (names, others): (Vec<_>, Vec<_>) = patterns.iter().partition(is_name);
+        let expressions = RegexSet::new(others.into_iter().map(|pattern| expression(pattern)))?;
+        Ok(Self { names: names.into_iter().cloned().collect(), expressions })
+    }
+
+    /// A plain name also stands for what is inside of it, and for the last parts of longer ones.
+    fn fit(&self, module: &str) -> bool {
+        let dots = || module.match_indices('.').map(|(at, _)| at);
+        let (starts, ends) = (iter::once(0).chain(dots().map(|at| at + 1)), dots().chain([module.len()]));
+        let ends: Vec<usize> = ends.collect();
+        let named = |start: usize| {
+            ends.iter().filter(|&&end| end > start).any(|&end| self.names.contains(&module[start..end]))
+        };
+        starts.into_iter().any(named) || self.expressions.is_match(module)
     }
 }
 
 const METHODS: &str = "fp8, compressed-tensors and modelopt";
 
-/// Patterns of all three tools: `re:` and a regular expression that fits from the start (compressed-tensors), wildcards
-/// (ModelOpt), and plain names, which also stand for what is inside of them, and for the last parts of longer ones.
-fn patterns_as_one(patterns: &[String]) -> Result<RegexSet, regex::Error> {
-    let pattern = |pattern: &String| match pattern.strip_prefix("re:") {
+/// A pattern as a regular expression.
+fn expression(pattern: &str) -> String {
+    match pattern.strip_prefix("re:") {
         Some(expression) => format!("^(?:{expression})"),
         None => {
             let wild = regex::escape(pattern).replace(r"\*", ".*").replace(r"\?", ".");
             format!(r"(?:^|\.){wild}(?:$|\.)")
         }
-    };
-    RegexSet::new(patterns.iter().map(pattern))
+    }
 }
 
 /// DeepSeek's own.

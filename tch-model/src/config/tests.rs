@@ -274,6 +274,12 @@ fn a_wrapper_that_is_none_or_contradicts_its_text_model_is_refused_by_name() {
     assert!(error.contains("Llava") && error.contains("KimiK25ForConditionalGeneration"), "{error}");
     let error = wrapped(&|config| config["text_config"]["tie_word_embeddings"] = json!(true));
     assert!(error.contains("`tie_word_embeddings`"), "{error}");
+    let error = wrapped(&|config| {
+        let fp8 = |columns: i64| json!({"quant_method": "fp8", "weight_block_size": [128, columns]});
+        config["quantization_config"] = fp8(128);
+        config["text_config"]["quantization_config"] = fp8(64);
+    });
+    assert!(error.contains("the same as `text_config.quantization_config`"), "{error}");
     let error = wrapped(&|config| config["num_hidden_layers"] = json!(60));
     assert!(error.contains("`num_hidden_layers`") && error.contains("beside `text_config`"), "{error}");
 }
@@ -314,4 +320,62 @@ fn the_config_of_transformers_5_is_read() {
     assert_eq!((config.topk_method, config.n_group, config.topk_group), (TopkMethod::NoauxTc, 2, 1));
     assert_eq!((config.rope.theta, config.rope.yarn.unwrap().beta_fast), (50_000.0, 32.0));
     assert_eq!((config.torch_dtype.as_deref(), config.quantisation), (Some("float32"), None));
+}
+
+/// Any value at any key, at any depth, is read or refused; and what is refused is told in one sentence.
+#[test]
+fn no_value_of_any_key_is_a_panic() {
+    let fp8 = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": ["x"]});
+    let mut wrapped = kimi();
+    wrapped["text_config"]["quantization_config"] = fp8.clone();
+    let mut plain = v2_lite();
+    plain["quantization_config"] = fp8;
+    let values = [
+        json!(null),
+        json!(true),
+        json!(0),
+        json!(-1),
+        json!(1),
+        json!(7),
+        json!(i64::MAX),
+        json!(u64::MAX),
+        json!(-1e308),
+        json!(1e-300),
+        json!(0.5),
+        json!(""),
+        json!("*("),
+        json!([]),
+        json!([1, 2, 3]),
+        json!(["re:("]),
+        json!({}),
+        json!({"x": {"y": 1}}),
+    ];
+    let mut tried = 0;
+    for config in [plain, wrapped] {
+        let mut paths = Vec::new();
+        paths_in(&config, String::new(), &mut paths);
+        for path in paths {
+            for value in &values {
+                let mut changed = config.clone();
+                *changed.pointer_mut(&path).unwrap() = value.clone();
+                if let Err(error) = read(&changed) {
+                    let error = error.to_string();
+                    assert!(error.lines().count() == 1 && error.len() < 1000, "{path} = {value}: {error}");
+                }
+                tried += 1;
+            }
+        }
+    }
+    assert!(tried > 2000, "{tried}");
+}
+
+fn paths_in(value: &Value, path: String, paths: &mut Vec<String>) {
+    if let Value::Object(object) = value {
+        for (key, value) in object {
+            paths_in(value, format!("{path}/{key}"), paths);
+        }
+    }
+    if !path.is_empty() {
+        paths.push(path);
+    }
 }

@@ -141,3 +141,15 @@ fn what_is_stored_otherwise_is_refused_by_name() {
     two["config_groups"]["group_1"]["weights"]["group_size"] = json!(64);
     refused(&two, &["groups of 32 and int4 in groups of 64"]);
 }
+
+/// As many as a converted Kimi-K2.5 could list one by one.
+#[test]
+fn thousands_of_names_are_looked_up_one_by_one() {
+    let names: Vec<String> =
+        (0..10_000).map(|index| format!("model.layers.{index}.self_attn.o_proj")).collect();
+    let modules = read(&with(int4(), "/ignore", json!(names))).unwrap().modules();
+    for index in (0..10_000).step_by(7) {
+        assert!(!modules.includes(&[&format!("model.layers.{index}.self_attn.o_proj")]));
+        assert!(modules.includes(&[&format!("model.layers.{index}.self_attn.q_proj")]));
+    }
+}
