@@ -112,27 +112,26 @@ impl Weights<'_> {
     /// How this module must be stored by the config: `None` if plain.
     pub(crate) fn scheme(&self) -> Option<Scheme> {
         let (scheme, modules) = self.source.quantised.as_ref()?;
-        let names = self.module_names();
-        modules.includes(&[names.0, &names.1]).then_some(*scheme)
+        modules.includes(&self.module_names()).then_some(*scheme)
     }
 
     /// Whether the config names this module as one that stays plain.
     pub(crate) fn is_ignored(&self) -> bool {
-        let names = self.module_names();
         let modules = self.source.quantised.as_ref().map(|(_, modules)| modules);
-        modules.is_some_and(|modules| modules.ignores(&[names.0, &names.1]))
+        modules.is_some_and(|modules| modules.ignores(&self.module_names()))
     }
 
-    /// The module as it is called here, and as it would be in a checkpoint of the text model alone.
-    fn module_names(&self) -> (&str, String) {
+    /// The names a config may know the module by: as it is called here, in a checkpoint of the text model alone, and in a
+    /// wrapper. Tools that rename tensors do not always rename what the config lists.
+    fn module_names(&self) -> [String; 3] {
         let Names { body, head } = self.source.checkpoint.names;
-        let name = self.prefix.trim_end_matches('.');
+        let name = self.module();
         let alone = match (self.prefix.strip_prefix(head), name.strip_prefix(body)) {
             (Some(_), _) => "lm_head".to_owned(),
             (None, Some(rest)) => format!("model.{rest}"),
             (None, None) => name.to_owned(),
         };
-        (name, alone)
+        [name.to_owned(), format!("language_model.{alone}"), alone]
     }
 
     /// The module's whole name, for messages.

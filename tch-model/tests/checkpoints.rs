@@ -436,3 +436,21 @@ fn fused_experts_of_another_shape_or_beside_single_ones_are_refused() {
         |tensors: &mut BTreeMap<String, Stored>| drop(tensors.remove("model.layers.2.mlp.experts.down_proj"));
     refused("fused-v3", gone, &["`model.layers.2.mlp.experts.down_proj` is missing"]);
 }
+
+/// What a config lists may be called as in the wrapper while the tensors are not, and the other way round.
+#[test]
+fn a_config_may_list_modules_by_their_names_in_the_wrapper() {
+    let (dir, prompt) = (copy_of("quantised/nvfp4-modelopt"), [3i64, 4, 5]);
+    let prompts: &[&[i64]] = &[&prompt];
+    let expected = run(&load(dir.path(), DtypeChoice::Float32, 64, None), prompts, Routes::Free);
+    let ignoring = |pattern: &str| {
+        let config = json!({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [pattern]});
+        configure(dir.path(), "quantization_config", config);
+    };
+    ignoring("language_model.model.layers.*.self_attn*");
+    assert_eq!(run(&load(dir.path(), DtypeChoice::Float32, 64, None), prompts, Routes::Free), expected);
+    ignoring("language_model.model.layers.0.self_attn");
+    let error = refusal(dir.path()).to_string();
+    assert!(error.contains("`model.layers.1.self_attn.o_proj.weight` is BF16"), "{error}");
+    assert!(!error.contains("layers.0.self_attn"), "{error}");
+}

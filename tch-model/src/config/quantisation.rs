@@ -133,13 +133,13 @@ pub(crate) struct Modules {
 
 impl Modules {
     /// Whether it names the module, which may be known under several names, as one that stays plain.
-    pub(crate) fn ignores(&self, names: &[&str]) -> bool {
-        names.iter().any(|name| self.ignore.fit(name))
+    pub(crate) fn ignores(&self, names: &[impl AsRef<str>]) -> bool {
+        names.iter().any(|name| self.ignore.fit(name.as_ref()))
     }
 
     /// Whether it says that the module is quantised.
-    pub(crate) fn includes(&self, names: &[&str]) -> bool {
-        let targeted = self.every_linear || names.iter().any(|name| self.targets.fit(name));
+    pub(crate) fn includes(&self, names: &[impl AsRef<str>]) -> bool {
+        let targeted = self.every_linear || names.iter().any(|name| self.targets.fit(name.as_ref()));
         targeted && !self.ignores(names)
     }
 }
