@@ -5,10 +5,12 @@
 
 mod common;
 
-use common::bounds::{MARGIN, within_bfloat16, within_float32};
-use common::{Golden, load, model_dir, run, run_alone};
-use tch::{Device, Kind};
-use tether_model::{Architecture, Config, DtypeChoice, LoadOptions, Model, Products, Routes, Scheme};
+use common::bounds::{FLOAT32, MARGIN, within_bfloat16, within_float32};
+use common::{Golden, everything, load, model_dir, relative_error, run, run_alone, worst_element};
+use tch::{Device, Kind, Tensor};
+use tether_model::{
+    Architecture, Capture, Config, DtypeChoice, LoadOptions, Model, Products, Routes, Scheme, Sequence,
+};
 
 /// Names by how parameters are stored, and how many there are of each.
 fn stored(model: &Model) -> Vec<(String, u64)> {
@@ -104,6 +106,35 @@ fn layers_spread_over_devices_give_the_same_bits() {
         let half = two.config().num_hidden_layers / 2;
         let note = two.compute_note();
         assert!(note.contains(&format!("layers 0-{} on cpu, {half}-", half - 1)), "{note}");
+    }
+}
+
+/// `kv_b_proj` too is fp8 there: prompts expand it, single tokens behind a cache take its two parts apart.
+#[test]
+fn a_packed_model_over_two_devices_goes_on_behind_a_cache_as_it_runs_whole() {
+    let golden = Golden::read("quantised/fp8-v3");
+    let options = LoadOptions { devices: vec![Device::Cpu; 2], dtype: DtypeChoice::Float32, tile_tokens: 16 };
+    let model = Model::load(&model_dir("quantised/fp8-v3"), &options).unwrap();
+    let (prompt, spec) = (golden.prompts.last().unwrap(), everything(&model));
+    let mut cache = model.new_cache();
+    let mut parts = Vec::new();
+    let ends = [40usize].into_iter().chain(41..=prompt.len());
+    let mut first = 0;
+    for end in ends {
+        let capture = Some(Capture { spec: &spec, kind: Kind::Float, first_row: 0 });
+        let cache = Some(&mut cache);
+        let mut part = [Sequence { cache, capture, ..Sequence::new(&prompt[first..end]) }];
+        parts.push(model.forward(&mut part).unwrap().remove(0).hidden_states.unwrap());
+        first = end;
+    }
+    let found = Tensor::cat(&parts, 0);
+    let planes = golden.get("planes_f64");
+    let rows = prompt.len() as i64;
+    let expected = planes.narrow(0, planes.size()[0] - rows, rows);
+    for plane in 0..expected.size()[1] {
+        let (found, expected) = (found.select(1, plane), expected.select(1, plane));
+        let errors = (relative_error(&found, &expected), worst_element(&found, &expected));
+        assert!(errors.0 <= FLOAT32.0 && errors.1 <= FLOAT32.1, "plane {plane}: {errors:?}");
     }
 }
 
