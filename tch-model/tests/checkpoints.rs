@@ -454,3 +454,34 @@ fn a_config_may_list_modules_by_their_names_in_the_wrapper() {
     assert!(error.contains("`model.layers.1.self_attn.o_proj.weight` is BF16"), "{error}");
     assert!(!error.contains("layers.0.self_attn"), "{error}");
 }
+
+/// A byte of a header changed here and there: what loads has all its tensors, and what does not is told by name.
+#[test]
+fn a_damaged_header_is_refused_or_harmless_and_never_a_panic() {
+    for name in ["grid/shape-v2-tied", "quantised/fp8-v3", "quantised/nvfp4-kimi-k2.5"] {
+        let dir = copy_of(name);
+        rewrite(dir.path(), |_| {});
+        let path = dir.path().join("model.safetensors");
+        let mut bytes = fs::read(&path).unwrap();
+        let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let mut refused = 0;
+        for round in 0..60usize {
+            // Spread over the header by a step that shares no factor with its length.
+            let at = 8 + round * 7919 % header;
+            let right = bytes[at];
+            bytes[at] = [b'0', b'9', b'"', b'A', 0xff, right ^ 1][round % 6];
+            // A new file each time: what is mapped must not change.
+            fs::remove_file(&path).unwrap();
+            fs::write(&path, &bytes).unwrap();
+            let options =
+                LoadOptions { devices: vec![Device::Cpu], dtype: DtypeChoice::Auto, tile_tokens: 64 };
+            if let Err(error) = Model::load(dir.path(), &options) {
+                let named = matches!(error, LoadError::Shard { .. } | LoadError::Tensors { .. });
+                assert!(named, "{name}, byte {at}: {error}");
+                refused += 1;
+            }
+            bytes[at] = right;
+        }
+        assert!(refused > 30, "{name}: only {refused} of 60");
+    }
+}
