@@ -9,6 +9,7 @@
 
 pub mod app;
 pub mod budget;
+pub mod chat;
 pub mod config;
 pub mod engine;
 pub mod error;

@@ -1,14 +1,27 @@
 //! Text to token IDs and back, as the checkpoint's own tokenizer does it.
 
-use std::fs;
-use std::io;
+mod config;
+mod stop;
+mod stream;
+mod tiktoken;
+
 use std::path::{Path, PathBuf};
 
-/// A checkpoint's `tokenizer.json`, with what `tokenizer_config.json` says about the first token.
+pub use config::{SpecialTokens, TokenizerConfig};
+pub use stop::StopStrings;
+pub use stream::TextStream;
+use tiktoken::Tiktoken;
+
+/// A checkpoint's tokenizer: `tokenizer.json`, or Kimi's `tiktoken.model`, with what `tokenizer_config.json` says.
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    kind: Kind,
     /// The token that `add_bos_token` puts in front.
     bos: Option<u32>,
+}
+
+enum Kind {
+    HuggingFace(Box<tokenizers::Tokenizer>),
+    Tiktoken(Box<Tiktoken>),
 }
 
 /// Why a checkpoint's tokenizer cannot be used.
@@ -19,7 +32,7 @@ pub enum TokenizerError {
     Unusable {
         /// The file.
         path: PathBuf,
-        /// What the tokenizers library says.
+        /// What is wrong with it.
         reason: String,
     },
     /// The file beside it.
@@ -41,40 +54,51 @@ impl Tokenizer {
     /// # Errors
     /// When there is one that cannot be read.
     pub fn read(dir: &Path) -> Result<Option<Self>, TokenizerError> {
+        let config = TokenizerConfig::read(dir)?;
         let path = dir.join("tokenizer.json");
-        if !path.exists() {
-            return Ok(None);
-        }
-        let inner = tokenizers::Tokenizer::from_file(&path)
-            .map_err(|error| TokenizerError::Unusable { path, reason: error.to_string() })?;
-        let bos = configured_bos(dir)?;
-        let bos = match bos {
-            None => None,
-            Some(token) => Some(inner.token_to_id(&token).ok_or_else(|| TokenizerError::Config {
-                path: dir.join("tokenizer_config.json"),
-                reason: format!("its bos_token `{token}` is not in tokenizer.json"),
-            })?),
+        let kind = if path.exists() {
+            let inner = tokenizers::Tokenizer::from_file(&path)
+                .map_err(|error| TokenizerError::Unusable { path, reason: error.to_string() })?;
+            Kind::HuggingFace(Box::new(inner))
+        } else {
+            let path = dir.join("tiktoken.model");
+            if !path.exists() {
+                return Ok(None);
+            }
+            Kind::Tiktoken(Box::new(Tiktoken::read(&path, &config)?))
         };
-        Ok(Some(Self { inner, bos }))
+        let mut tokenizer = Self { kind, bos: None };
+        if let Some(token) = config.bos_to_add() {
+            let id = tokenizer.token_to_id(token).ok_or_else(|| TokenizerError::Config {
+                path: dir.join("tokenizer_config.json"),
+                reason: format!("its bos_token `{token}` is not in the vocabulary"),
+            })?;
+            tokenizer.bos = Some(id);
+        }
+        Ok(Some(tokenizer))
+    }
+
+    fn token_to_id(&self, token: &str) -> Option<u32> {
+        match &self.kind {
+            Kind::HuggingFace(inner) => inner.token_to_id(token),
+            Kind::Tiktoken(inner) => inner.special(token),
+        }
     }
 
     /// The token IDs of `text`, with one beginning-of-sequence token where the model uses it, also if the text already
-    /// begins with its spelling, as a rendered chat template does.
+    /// begins with its spelling, as a rendered chat template does. Spellings of special tokens in the text become those
+    /// tokens, as in SGLang.
     ///
     /// # Errors
     /// [`TokenizerError::Text`].
     pub fn encode(&self, text: &str) -> Result<Vec<i64>, TokenizerError> {
-        let encode = |special| {
-            let encoding = self.inner.encode_fast(text, special);
-            encoding.map(|e| e.get_ids().to_vec()).map_err(|error| TokenizerError::Text(error.to_string()))
-        };
-        let mut ids = encode(true)?;
+        let mut ids = self.pieces(text, true)?;
         match self.bos {
             // Tokenizers of the Llama class put it there on account of the config, not of tokenizer.json.
             Some(bos) if ids.first() != Some(&bos) => ids.insert(0, bos),
             // Two equal tokens at the start: one is the text's own if the bare text begins with it, too.
             _ if ids.len() > 1 && ids[0] == ids[1] => {
-                let bare = encode(false)?;
+                let bare = self.pieces(text, false)?;
                 if bare == ids[1..] {
                     ids = bare;
                 }
@@ -84,6 +108,25 @@ impl Tokenizer {
         Ok(ids.into_iter().map(i64::from).collect())
     }
 
+    /// The token IDs of `text` and nothing else: of a rendered chat template, which has all special tokens in it.
+    ///
+    /// # Errors
+    /// [`TokenizerError::Text`].
+    pub fn encode_bare(&self, text: &str) -> Result<Vec<i64>, TokenizerError> {
+        Ok(self.pieces(text, false)?.into_iter().map(i64::from).collect())
+    }
+
+    fn pieces(&self, text: &str, special: bool) -> Result<Vec<u32>, TokenizerError> {
+        match &self.kind {
+            Kind::HuggingFace(inner) => {
+                let encoding = inner.encode_fast(text, special);
+                let encoding = encoding.map_err(|error| TokenizerError::Text(error.to_string()))?;
+                Ok(encoding.get_ids().to_vec())
+            }
+            Kind::Tiktoken(inner) => Ok(inner.encode(text)),
+        }
+    }
+
     /// The text of `ids`.
     ///
     /// # Errors
@@ -91,41 +134,19 @@ impl Tokenizer {
     pub fn decode(&self, ids: &[i64], skip_special_tokens: bool) -> Result<String, TokenizerError> {
         // An ID beyond the tokenizer's range (a padded vocabulary has some) has no text.
         let ids: Vec<u32> = ids.iter().filter_map(|&id| u32::try_from(id).ok()).collect();
-        self.inner.decode(&ids, skip_special_tokens).map_err(|error| TokenizerError::Text(error.to_string()))
+        match &self.kind {
+            Kind::HuggingFace(inner) => inner
+                .decode(&ids, skip_special_tokens)
+                .map_err(|error| TokenizerError::Text(error.to_string())),
+            Kind::Tiktoken(inner) => Ok(inner.decode(&ids, skip_special_tokens)),
+        }
     }
-}
-
-/// The `bos_token` of a tokenizer whose config says `add_bos_token`.
-fn configured_bos(dir: &Path) -> Result<Option<String>, TokenizerError> {
-    #[derive(serde::Deserialize)]
-    struct Config {
-        #[serde(default)]
-        add_bos_token: Option<bool>,
-        #[serde(default)]
-        bos_token: Option<Token>,
-    }
-    #[derive(serde::Deserialize)]
-    #[serde(untagged)]
-    enum Token {
-        Text(String),
-        Object { content: String },
-    }
-    let path = dir.join("tokenizer_config.json");
-    let bytes = match fs::read(&path) {
-        Ok(bytes) => bytes,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(TokenizerError::Config { path, reason: error.to_string() }),
-    };
-    let config: Config = serde_json::from_slice(&bytes)
-        .map_err(|error| TokenizerError::Config { path, reason: error.to_string() })?;
-    let token = config.bos_token.map(|token| match token {
-        Token::Text(content) | Token::Object { content } => content,
-    });
-    Ok(token.filter(|_| config.add_bos_token == Some(true)))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     /// A word-level tokenizer; `template` puts `<s>` in front as its post-processor.

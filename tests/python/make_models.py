@@ -280,7 +280,9 @@ if __name__ == "__main__":
     import make_generations
     import make_grid
     import make_quantised
+    import make_texts
     make_generations.build_all(root)
+    make_texts.build_all(root / "texts")
     make_grid.build_all(root)
     make_quantised.build_all(root)
     # Written last: a run that was cut short is not taken for a whole one.
