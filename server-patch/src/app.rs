@@ -6,18 +6,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures_util::future::try_join_all;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tether_dump::{DumpLayout, RequestId};
 use tokio::sync::{Notify, oneshot};
 
 use crate::budget::{Budget, Reservation};
-use crate::engine::{Done, Engine, Finish, Job, JobCapture, Ticket, Withdrawn};
+use crate::engine::{Done, Engine, Finish, Job, JobCapture, StopText, Ticket, Withdrawn};
 use crate::error::ApiError;
 use crate::identity::{InFlightRids, RidGuard, is_plain_name};
 use crate::metrics::Metrics;
 use crate::plan::{Originals, Plan, Planner};
+use crate::reply;
 use crate::request::GenerateRequest;
+use crate::sampling::Logprobs;
 use crate::sink;
+use crate::tokenizer::{StopStrings, Tokenizer};
 
 /// Bodies up to this long are read and tokenised where they arrive; longer ones would hold up other connections.
 const INLINE_BODY: usize = 16 * 1024;
@@ -164,14 +167,18 @@ impl App {
         let jobs = plans.iter_mut().zip(&call.tickets).map(|(plan, ticket)| {
             let (reply, receiver) = oneshot::channel();
             call.receivers.push(receiver);
-            job(plan, ticket, reply, &mut reservation)
+            job(plan, ticket, reply, &mut reservation, self.planner.tokenizer.as_ref())
         });
         self.engine.submit(jobs.collect())?;
         let done = call.wait(deadline, self.queue_timeout).await?;
-        let elements = plans.iter().zip(&done).map(|(plan, done)| self.element(plan, done, started));
+        let tokenizer = self.planner.tokenizer.as_deref();
+        let elements = plans.iter().zip(&done);
+        let elements = elements.map(|(plan, done)| reply::element(plan, done, started, tokenizer));
         let elements: Vec<Value> = elements.collect::<Result<_, _>>()?;
+        // Samples of one prompt are a list, too.
+        let list = batch || plans.first().is_some_and(|plan| plan.sample.1 > 1);
         let body =
-            if batch { Value::Array(elements) } else { elements.into_iter().next().unwrap_or_default() };
+            if list { Value::Array(elements) } else { elements.into_iter().next().unwrap_or_default() };
         call.delivered = true;
         Ok(Generated {
             body,
@@ -218,41 +225,16 @@ impl App {
         Ok((batch, plans))
     }
 
-    fn element(&self, plan: &Plan, done: &Done, started: Instant) -> Result<Value, ApiError> {
-        let mut meta = json!({
-            "id": plan.identity.rid,
-            "finish_reason": match &done.finish {
-                Finish::Length => json!({"type": "length", "length": done.output_ids.len()}),
-                Finish::Stop(token) => json!({"type": "stop", "matched": token}),
-                Finish::StopText(text) => json!({"type": "stop", "matched": text}),
-                Finish::Aborted => json!({"type": "abort", "message": "Aborted", "status_code": null, "err_type": null}),
-            },
-            "prompt_tokens": plan.prompt_tokens,
-            "completion_tokens": done.output_ids.len(),
-            "cached_tokens": 0,
-            "e2e_latency": started.elapsed().as_secs_f64(),
-            "weight_version": "default",
-        });
-        if let Some(capture) = &done.capture {
-            meta["capture"] = json!(capture);
-        }
-        let mut element = json!({"output_ids": done.output_ids, "meta_info": meta});
-        if let Some(tokenizer) = &self.planner.tokenizer {
-            // As in SGLang, the text ends before the token that ended it.
-            let shown = match done.finish {
-                Finish::Stop(_) => &done.output_ids[..done.output_ids.len() - 1],
-                _ => &done.output_ids,
-            };
-            let text = tokenizer.decode(shown, plan.skip_special_tokens);
-            element["text"] = json!(text.map_err(|error| ApiError::StepFailed(error.to_string()))?);
-        }
-        Ok(element)
-    }
-
     /// `/abort_request`: withdraws the request called exactly `rid`. SGLang answers alike whether there is one or not.
     pub fn abort(&self, rid: &str) {
-        if let Some(ticket) = self.rids.find(rid) {
-            ticket.withdraw(Withdrawn::Aborted);
+        let abort = |rid: &str| {
+            let ticket = self.rids.find(rid);
+            ticket.map(|ticket| ticket.withdraw(Withdrawn::Aborted)).is_some()
+        };
+        abort(rid);
+        // The samples of a prompt that is named by a request ID; no other name looks like theirs.
+        if rid.parse::<RequestId>().is_ok() {
+            (0..).map(|index| abort(&format!("{rid}_{index}"))).take_while(|found| *found).for_each(drop);
         }
     }
 
@@ -296,6 +278,7 @@ fn job(
     ticket: &Arc<Ticket>,
     reply: oneshot::Sender<Result<Done, ApiError>>,
     reservation: &mut Option<Reservation>,
+    tokenizer: Option<&Arc<Tokenizer>>,
 ) -> Job {
     let capture = plan.capture.take().zip(reservation.as_mut()).map(|(capture, whole)| JobCapture {
         spec: capture.spec,
@@ -308,10 +291,18 @@ fn job(
         prompt_tokens: plan.prompt_tokens,
         max_new_tokens: plan.max_new_tokens,
         stop_ids: std::mem::take(&mut plan.stop_ids),
-        stop_text: None,
+        stop_text: tokenizer.filter(|_| !plan.stop.is_empty()).map(|tokenizer| {
+            let (tokenizer, strings) = (Arc::clone(tokenizer), plan.stop.clone());
+            Box::new(StopStrings::new(tokenizer, plan.skip_special_tokens, strings)) as Box<dyn StopText>
+        }),
         sampling: std::mem::take(&mut plan.sampling),
-        sample: 0,
-        logprobs: None,
+        sample: plan.sample.0,
+        logprobs: plan.logprobs.as_ref().map(|wanted| Logprobs {
+            // The first position that is asked about is said to have no value.
+            prompt_from: wanted.prompt_from.map(|from| from + 1),
+            top: wanted.top,
+            token_ids: wanted.token_ids.clone().unwrap_or_default(),
+        }),
         events: None,
         capture,
         reply,

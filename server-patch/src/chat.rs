@@ -214,6 +214,7 @@ fn strftime(format: &str) -> Result<String, minijinja::Error> {
 
 /// JSON as Python's `json.dumps(value, ensure_ascii=False)` writes it, which is what transformers' filter is: a space
 /// behind commas and colons, `indent`, `separators` and `sort_keys` where given.
+#[allow(clippy::needless_pass_by_value, reason = "a filter is handed its options")]
 fn to_json(value: &Value, options: Kwargs) -> Result<Value, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
     let sort_keys: bool = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);

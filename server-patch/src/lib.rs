@@ -19,6 +19,7 @@ mod json;
 mod memory;
 pub mod metrics;
 pub mod plan;
+mod reply;
 pub mod request;
 pub mod sampling;
 pub mod serve;

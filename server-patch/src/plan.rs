@@ -9,7 +9,9 @@ use tether_model::{CapturePoint, CaptureSpec};
 
 use crate::error::ApiError;
 use crate::identity::Identity;
-use crate::request::{Axis, CaptureField, CaptureOptions, GenerateRequest, NewTokens, Prompt, PromptRequest};
+use crate::request::{
+    Axis, CaptureField, CaptureOptions, GenerateRequest, LogprobRequest, NewTokens, Prompt, PromptRequest,
+};
 use crate::sampling::SamplingParams;
 use crate::tokenizer::Tokenizer;
 
@@ -67,7 +69,7 @@ pub struct Planner {
     /// What is captured unless a request says otherwise.
     pub defaults: CaptureDefaults,
     /// For text prompts.
-    pub tokenizer: Option<Tokenizer>,
+    pub tokenizer: Option<Arc<Tokenizer>>,
     /// Number format of the stored states; known once the model is loaded.
     pub dump_dtype: OnceLock<Dtype>,
     /// Name and version of this program, for the dump.
@@ -89,6 +91,18 @@ pub struct Plan {
     pub stop_ids: Vec<i64>,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
+    /// Strings that end the text.
+    pub stop: Vec<String>,
+    /// Leave what ended the text in it.
+    pub no_stop_trim: bool,
+    /// Which sample of its prompt it is, of how many.
+    pub sample: (usize, usize),
+    /// Which log-probabilities the reply has.
+    pub logprobs: Option<LogprobRequest>,
+    /// The prompt once more, for a reply that repeats it or speaks of its tokens.
+    pub prompt_token_ids: Option<Vec<i64>>,
+    /// Whether the reply repeats it.
+    pub returns_prompt: bool,
     /// How to make text of the output.
     pub skip_special_tokens: bool,
     /// What to keep.
@@ -129,9 +143,36 @@ impl Planner {
                     identity.rid
                 )));
             }
-            self.plan_one(prompt, identity, row, call_id)
+            self.plan_one(prompt, identity, row, call_id, request.return_prompt_token_ids)
         });
-        plans.collect()
+        let plans: Vec<Vec<Plan>> = plans.collect::<Result<_, _>>()?;
+        Ok(plans.into_iter().flatten().collect())
+    }
+
+    /// The samples of one plan. They answer to `<rid>_0` and on; the first has the dump, which is one a prompt.
+    fn samples(plan: Plan, n: usize) -> Result<Vec<Plan>, ApiError> {
+        if n == 1 {
+            return Ok(vec![plan]);
+        }
+        if plan.capture.as_ref().is_some_and(|capture| capture.metadata.rows == Rows::All) {
+            return Err(ApiError::Invalid(format!(
+                "`sampling_params.n` is {n} and `capture.rows` is all: the samples of a prompt go on differently, and it has one dump; n 1 or rows prompt is accepted"
+            )));
+        }
+        let Plan { identity, mut capture, .. } = plan;
+        let sample = |index: usize| Plan {
+            identity: Identity { rid: format!("{}_{index}", identity.rid), ..identity.clone() },
+            capture: capture.take(),
+            sample: (index, n),
+            token_ids: plan.token_ids.clone(),
+            stop_ids: plan.stop_ids.clone(),
+            sampling: plan.sampling.clone(),
+            stop: plan.stop.clone(),
+            logprobs: plan.logprobs.clone(),
+            prompt_token_ids: plan.prompt_token_ids.clone(),
+            ..plan
+        };
+        Ok((0..n).map(sample).collect())
     }
 
     fn plan_one(
@@ -140,7 +181,8 @@ impl Planner {
         identity: Identity,
         row: Option<usize>,
         call_id: Option<&str>,
-    ) -> Result<Plan, ApiError> {
+        return_prompt_token_ids: bool,
+    ) -> Result<Vec<Plan>, ApiError> {
         let token_ids = self.token_ids(request.prompt, row)?;
         let max_new_tokens = self.max_new_tokens(request.sampling.max_new_tokens, token_ids.len(), row)?;
         let vocab_size = self.model.vocab_size;
@@ -151,6 +193,31 @@ impl Planner {
                 "`sampling_params.logit_bias` has the token {token}; a token ID from 0 to {last} is expected"
             )));
         }
+        if !request.sampling.stop.is_empty() && self.tokenizer.is_none() {
+            return Err(ApiError::Invalid(
+                "`sampling_params.stop` needs a tokenizer beside the model; `stop_token_ids` is accepted"
+                    .into(),
+            ));
+        }
+        let asked = request.logprobs.as_ref().and_then(|logprobs| logprobs.token_ids.as_ref());
+        if let Some(token) = asked.into_iter().flatten().find(|token| !(0..vocab_size).contains(*token)) {
+            let last = vocab_size - 1;
+            return Err(ApiError::Invalid(format!(
+                "`token_ids_logprob` has {token}; token IDs from 0 to {last} are expected"
+            )));
+        }
+        if let Some(from) = request.logprobs.as_ref().and_then(|logprobs| logprobs.prompt_from)
+            && from > token_ids.len()
+        {
+            return Err(ApiError::Invalid(format!(
+                "`logprob_start_len` is {from}, {} has {} tokens",
+                row.map_or_else(|| "the prompt".to_owned(), |row| format!("prompt {row}")),
+                token_ids.len()
+            )));
+        }
+        let repeats_prompt = return_prompt_token_ids
+            || request.logprobs.as_ref().is_some_and(|logprobs| logprobs.prompt_from.is_some());
+        let prompt_token_ids = repeats_prompt.then(|| token_ids.clone());
         let mut stop_ids = request.sampling.stop_token_ids;
         if !request.sampling.ignore_eos {
             stop_ids.extend(&self.model.eos_token_ids);
@@ -159,7 +226,13 @@ impl Planner {
             self.capture(request.capture, &identity, token_ids.len(), max_new_tokens, row, call_id)?;
         let skip_special_tokens = request.sampling.skip_special_tokens;
         let prompt_tokens = token_ids.len();
-        Ok(Plan {
+        let plan = Plan {
+            stop: request.sampling.stop,
+            no_stop_trim: request.sampling.no_stop_trim,
+            sample: (0, 1),
+            logprobs: request.logprobs,
+            prompt_token_ids,
+            returns_prompt: return_prompt_token_ids,
             identity,
             token_ids,
             prompt_tokens,
@@ -168,7 +241,8 @@ impl Planner {
             sampling: request.sampling.params,
             skip_special_tokens,
             capture,
-        })
+        };
+        Self::samples(plan, request.sampling.n)
     }
 
     fn token_ids(&self, prompt: Prompt, row: Option<usize>) -> Result<Vec<i64>, ApiError> {

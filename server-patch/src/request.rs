@@ -2,6 +2,7 @@
 
 mod capture;
 mod ids;
+mod logprobs;
 mod sampling;
 
 use std::fmt;
@@ -9,12 +10,14 @@ use std::fmt;
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, MapAccess, Visitor};
 
 pub use capture::{Axis, CaptureField, CaptureOptions};
+pub use logprobs::LogprobRequest;
 pub use sampling::{NewTokens, Sampling};
 
 use crate::error::ApiError;
 use crate::json::Scalar;
 use capture::CaptureFields;
 use ids::{InputIds, InputIdsSeed};
+use logprobs::LogprobFields;
 use sampling::{SamplingFields, asks_for_nothing};
 
 /// A call of `/generate`, one entry of each list per prompt.
@@ -24,6 +27,8 @@ pub struct GenerateRequest {
     pub batch: bool,
     /// The prompts in order.
     pub prompts: Vec<PromptRequest>,
+    /// Whether the reply repeats each prompt's token IDs.
+    pub return_prompt_token_ids: bool,
 }
 
 /// One prompt of a call.
@@ -37,6 +42,8 @@ pub struct PromptRequest {
     pub capture: Option<CaptureField>,
     /// How to continue it.
     pub sampling: Sampling,
+    /// Which log-probabilities to give.
+    pub logprobs: Option<LogprobRequest>,
 }
 
 /// What a prompt is given as.
@@ -63,18 +70,12 @@ impl GenerateRequest {
 
 /// Fields of SGLang's `/generate` that this server does not have, with the value that asks for nothing. What only tunes
 /// a prefix cache (`extra_key`, `cache_salt`) or a log is left out: without one it has no effect to leave undone.
-const UNSUPPORTED: [(&str, &str); 42] = [
+const UNSUPPORTED: [(&str, &str); 36] = [
     ("stream", "false"),
-    ("return_logprob", "false"),
-    ("logprob_start_len", "-1"),
-    ("top_logprobs_num", "0"),
-    ("token_ids_logprob", "null"),
-    ("return_text_in_logprobs", "false"),
     ("return_flat_raw_top_logprobs", "false"),
     ("return_flat_raw_output_top_logprobs", "false"),
     ("return_flat_raw_top_logprobs_b64", "false"),
     ("return_hidden_states", "false"),
-    ("return_prompt_token_ids", "false"),
     ("return_routed_experts", "false"),
     ("return_indexer_topk", "false"),
     ("return_sampling_mask", "false"),
@@ -122,6 +123,8 @@ struct Body {
     input_ids: Option<InputIds>,
     sampling_params: SamplingFields,
     capture: CaptureFields,
+    logprobs: LogprobFields,
+    return_prompt_token_ids: bool,
 }
 
 struct BodySeed {
@@ -150,8 +153,22 @@ impl<'de> Visitor<'de> for BodySeed {
             input_ids: None,
             sampling_params: SamplingFields::default(),
             capture: CaptureFields::Absent,
+            logprobs: LogprobFields::default(),
+            return_prompt_token_ids: false,
         };
-        const KNOWN: [&str; 5] = ["rid", "text", "input_ids", "sampling_params", "capture"];
+        const KNOWN: [&str; 11] = [
+            "rid",
+            "text",
+            "input_ids",
+            "sampling_params",
+            "capture",
+            "return_logprob",
+            "logprob_start_len",
+            "top_logprobs_num",
+            "token_ids_logprob",
+            "return_text_in_logprobs",
+            "return_prompt_token_ids",
+        ];
         let mut seen = [false; KNOWN.len()];
         while let Some(key) = map.next_key::<String>()? {
             // Readers of JSON disagree on which of two equal keys counts, so a second one is never obeyed: of two
@@ -171,6 +188,17 @@ impl<'de> Visitor<'de> for BodySeed {
                 }
                 "sampling_params" => body.sampling_params = map.next_value()?,
                 "capture" => body.capture = map.next_value()?,
+                "return_logprob" => body.logprobs.wanted = map.next_value()?,
+                "logprob_start_len" => body.logprobs.start = map.next_value()?,
+                "top_logprobs_num" => body.logprobs.top = map.next_value()?,
+                "token_ids_logprob" => body.logprobs.token_ids = map.next_value()?,
+                "return_text_in_logprobs" => {
+                    body.logprobs.text = map.next_value::<Scalar>()?.bool(&key)?.unwrap_or_default();
+                }
+                "return_prompt_token_ids" => {
+                    body.return_prompt_token_ids =
+                        map.next_value::<Scalar>()?.bool(&key)?.unwrap_or_default();
+                }
                 _ => {
                     let value: Scalar = map.next_value()?;
                     if let Some((_, neutral)) = UNSUPPORTED.iter().find(|(known, _)| *known == key)
@@ -236,11 +264,28 @@ impl Body {
                     .collect::<Result<_, _>>()?
             }
         };
-        let prompts = prompts.into_iter().zip(rids).zip(captures).zip(samplings);
-        let prompts = prompts
-            .map(|(((prompt, rid), capture), sampling)| PromptRequest { prompt, rid, capture, sampling })
+        let logprobs = self.logprobs.check(batch, count)?;
+        let prompts = prompts.into_iter().zip(rids).zip(captures).zip(samplings).zip(logprobs);
+        let prompts: Vec<PromptRequest> = prompts
+            .map(|((((prompt, rid), capture), sampling), logprobs)| PromptRequest {
+                prompt,
+                rid,
+                capture,
+                sampling,
+                logprobs,
+            })
             .collect();
-        Ok(GenerateRequest { batch, prompts })
+        if let Some([one, other]) = prompts
+            .windows(2)
+            .map(|pair| [pair[0].sampling.n, pair[1].sampling.n])
+            .find(|[one, other]| one != other)
+        {
+            return invalid(format!(
+                "`sampling_params.n` is {one} and {other} in one batch; one number is expected"
+            ));
+        }
+        let return_prompt_token_ids = self.return_prompt_token_ids;
+        Ok(GenerateRequest { batch, prompts, return_prompt_token_ids })
     }
 }
 

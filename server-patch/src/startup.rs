@@ -83,7 +83,8 @@ pub async fn run(args: Args) -> Result<(), StartError> {
     let defaults = args.capture_defaults(model.num_layers)?;
     let dump_dir = prepare_dump_dir(&args.dump_dir)?;
     let tokenizer = Tokenizer::read(&args.model)
-        .map_err(|source| StartError::Tokenizer { dir: args.model.clone(), source })?;
+        .map_err(|source| StartError::Tokenizer { dir: args.model.clone(), source })?
+        .map(Arc::new);
     let listener = TcpListener::bind(&args.listen)
         .await
         .map_err(|source| StartError::Listen { address: args.listen.clone(), source })?;
@@ -103,7 +104,7 @@ pub async fn run(args: Args) -> Result<(), StartError> {
         );
     }
     if tokenizer.is_none() {
-        tracing::warn!(model = %args.model.display(), "no tokenizer.json: only `input_ids` are served, and replies have no text");
+        tracing::warn!(model = %args.model.display(), "no tokenizer.json or tiktoken.model: only `input_ids` are served, and replies have no text");
     }
     let planner = Planner {
         model,

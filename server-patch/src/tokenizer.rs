@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 pub use config::{SpecialTokens, TokenizerConfig};
 pub use stop::StopStrings;
+pub(crate) use stop::first_stop;
 pub use stream::TextStream;
 use tiktoken::Tiktoken;
 

@@ -164,8 +164,7 @@ fn a_stop_string_is_found_with_the_token_that_completes_it_wherever_tokens_are_c
             (vec!["e answer is 世界 and </think> then 😀 mor"], "e answer is 世界 and </think> then 😀 mor"),
         ] {
             let strings: Vec<String> = strings.into_iter().map(str::to_owned).collect();
-            let stream = TextStream::new(Arc::clone(&tokenizer), false);
-            let mut stop = StopStrings::new(stream, strings);
+            let mut stop = StopStrings::new(Arc::clone(&tokenizer), false, strings);
             let at = ids.iter().position(|id| stop.push(*id).as_deref() == Some(expected));
             let at = at.unwrap_or_else(|| panic!("{name}: {expected:?} was not found"));
             let until = |count: usize| tokenizer.decode(&ids[..count], false).unwrap();

@@ -28,6 +28,16 @@ impl Head {
             .collect()
     }
 
+    /// The natural logarithm of each token's probability after a normed row, in float64.
+    pub fn log_probabilities(&self, normed: &[f32]) -> Vec<f64> {
+        assert_eq!(normed.len(), HIDDEN, "one row");
+        let product = |row: &[f32]| row.iter().zip(normed).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+        let logits: Vec<f64> = self.lm_head.chunks_exact(HIDDEN).map(product).collect();
+        let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = logits.iter().map(|logit| (logit - largest).exp()).sum();
+        logits.iter().map(|logit| logit - largest - sum.ln()).collect()
+    }
+
     /// The likeliest token after a normed row.
     pub fn token(&self, normed: &[f32]) -> i64 {
         assert_eq!(normed.len(), HIDDEN, "one row");

@@ -6,6 +6,7 @@ use std::fmt;
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 use super::ids::IntListSeed;
+use super::{Strings, StringsSeed};
 use crate::error::ApiError;
 use crate::json::Scalar;
 use crate::sampling::SamplingParams;
@@ -16,6 +17,10 @@ const MAX_NEW_TOKENS: usize = 128;
 const GREEDY: f64 = 1e-6;
 /// More than a context has room for makes no sense and would only cost memory.
 const MAX_STOP_TOKENS: usize = 1024;
+/// As in SGLang.
+const MAX_STOP_STRINGS: usize = 32;
+/// Samples of one prompt.
+const MAX_SAMPLES: usize = 128;
 
 /// How one prompt is continued.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,6 +33,12 @@ pub struct Sampling {
     pub stop_token_ids: Vec<i64>,
     /// Leave special tokens out of the text.
     pub skip_special_tokens: bool,
+    /// Strings that end the text.
+    pub stop: Vec<String>,
+    /// Leave what ended the text in it.
+    pub no_stop_trim: bool,
+    /// Samples of the prompt.
+    pub n: usize,
     /// How tokens are chosen.
     pub params: SamplingParams,
 }
@@ -62,6 +73,9 @@ impl Default for Sampling {
             ignore_eos: false,
             stop_token_ids: Vec::new(),
             skip_special_tokens: true,
+            stop: Vec::new(),
+            no_stop_trim: false,
+            n: 1,
             params: SamplingParams { temperature: 1.0, ..SamplingParams::default() },
         }
     }
@@ -84,6 +98,9 @@ pub(crate) struct RawSampling {
     ignore_eos: bool,
     skip_special_tokens: Option<bool>,
     stop_token_ids: Vec<i64>,
+    stop: Vec<String>,
+    no_stop_trim: bool,
+    n: Option<i64>,
 }
 
 /// The field of a request.
@@ -100,11 +117,8 @@ impl Default for SamplingFields {
 }
 
 /// Keys that SGLang has and this server does not, with the value that asks for nothing.
-const UNSUPPORTED: [(&str, &str); 13] = [
-    ("n", "1"),
+const UNSUPPORTED: [(&str, &str); 10] = [
     ("spaces_between_special_tokens", "true"),
-    ("no_stop_trim", "false"),
-    ("stop", "null"),
     ("stop_regex", "null"),
     ("json_schema", "null"),
     ("regex", "null"),
@@ -116,7 +130,7 @@ const UNSUPPORTED: [(&str, &str); 13] = [
     ("watermark", "null"),
 ];
 
-const SUPPORTED: &str = "max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p, frequency_penalty, \
+const SUPPORTED: &str = "max_new_tokens, min_new_tokens, n, stop, no_stop_trim, temperature, top_k, top_p, min_p, frequency_penalty, \
                          presence_penalty, repetition_penalty, logit_bias, ignore_eos, stop_token_ids, \
                          skip_special_tokens, sampling_seed";
 
@@ -127,6 +141,15 @@ impl RawSampling {
             let seed =
                 IntListSeed { name: "sampling_params.stop_token_ids", accepted: "a token ID, an integer," };
             self.stop_token_ids = map.next_value_seed(seed)?.unwrap_or_default();
+            return Ok(());
+        }
+        if key == "stop" {
+            let strings = map.next_value_seed(StringsSeed { name: "sampling_params.stop" })?;
+            self.stop = match strings {
+                None => Vec::new(),
+                Some(Strings::One(string)) => vec![string],
+                Some(Strings::Many(strings)) => strings,
+            };
             return Ok(());
         }
         if key == "logit_bias" {
@@ -153,6 +176,8 @@ impl RawSampling {
             "presence_penalty" => self.presence_penalty = value.number(&name)?,
             "repetition_penalty" => self.repetition_penalty = value.number(&name)?,
             "min_new_tokens" => self.min_new_tokens = value.int(&name)?,
+            "n" => self.n = value.int(&name)?,
+            "no_stop_trim" => self.no_stop_trim = value.bool(&name)?.unwrap_or_default(),
             "sampling_seed" => self.sampling_seed = value.int(&name)?,
             _ => match UNSUPPORTED.iter().find(|(known, _)| *known == key) {
                 Some((_, neutral)) if asks_for_nothing(&value, neutral) => {}
@@ -238,7 +263,22 @@ impl RawSampling {
             let count = format!("a list of {}", self.stop_token_ids.len());
             return refuse("stop_token_ids", &count, &format!("up to {MAX_STOP_TOKENS} are accepted"));
         }
+        if self.stop.len() > MAX_STOP_STRINGS {
+            let count = format!("a list of {}", self.stop.len());
+            return refuse("stop", &count, &format!("up to {MAX_STOP_STRINGS} strings are accepted"));
+        }
+        // As in SGLang, 0 is 1.
+        let n = match self.n.map_or(Ok(1), usize::try_from) {
+            Ok(n) if n <= MAX_SAMPLES => n.max(1),
+            _ => {
+                let accepted = format!("a number from 1 to {MAX_SAMPLES} is accepted");
+                return refuse("n", &self.n.unwrap_or_default(), &accepted);
+            }
+        };
         Ok(Sampling {
+            stop: self.stop.into_iter().filter(|string| !string.is_empty()).collect(),
+            no_stop_trim: self.no_stop_trim,
+            n,
             max_new_tokens,
             ignore_eos: self.ignore_eos,
             stop_token_ids: self.stop_token_ids,

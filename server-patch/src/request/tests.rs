@@ -253,8 +253,10 @@ fn sampling_parameters_are_read_and_judged_and_others_refused_by_name() {
         (r#"{"top_p":0}"#, "`sampling_params.top_p` is 0; a number above 0"),
         (r#"{"top_k":0}"#, "`sampling_params.top_k` is 0; -1 (all) or 1"),
         (r#"{"min_p":2}"#, "`sampling_params.min_p` is 2; a number from 0 to 1"),
-        (r#"{"stop":"x"}"#, "`sampling_params.stop` is \"x\"; this server does not implement it"),
-        (r#"{"n":2}"#, "`sampling_params.n` is 2; this server does not implement it"),
+        (r#"{"stop":5}"#, "`sampling_params.stop` is 5; a string"),
+        (r#"{"stop":["a",5]}"#, "`sampling_params.stop[1]` is 5; a string"),
+        (r#"{"n":-1}"#, "`sampling_params.n` is -1; a number from 1 to 128"),
+        (r#"{"n":1000}"#, "`sampling_params.n` is 1000; a number from 1 to 128"),
         (r#"{"regex":"a"}"#, "`sampling_params.regex`"),
         (r#"{"max_tokens":2}"#, "`sampling_params.max_tokens` is unknown; max_new_tokens, "),
         (r#"{"stop_token_ids":["a"]}"#, "`sampling_params.stop_token_ids[0]` is \"a\""),
@@ -271,9 +273,7 @@ fn sampling_parameters_are_read_and_judged_and_others_refused_by_name() {
 fn a_field_this_server_does_not_have_is_refused_unless_it_asks_for_nothing() {
     for (field, value) in [
         ("stream", "true"),
-        ("return_logprob", "true"),
         ("lora_path", "\"x\""),
-        ("top_logprobs_num", "5"),
         ("input_embeds", "[[0.5]]"),
         ("return_hidden_states", "true"),
         ("priority", "3"),

@@ -1,37 +1,42 @@
 //! Strings that end a text.
 
-use super::TextStream;
+use std::sync::Arc;
+
+use super::Tokenizer;
 use crate::engine::StopText;
 
 /// Watches a growing text for the first of some strings.
 pub struct StopStrings {
-    text: TextStream,
+    tokenizer: Arc<Tokenizer>,
+    skip_special_tokens: bool,
     strings: Vec<String>,
-    /// The end of the text: as much as the longest string needs to be found across two tokens.
-    tail: String,
-    longest: usize,
+    /// The last tokens: as many as the longest string can be made of, and some without a text.
+    tail: Vec<i64>,
+    window: usize,
 }
+
+/// Tokens without a text that may lie within a string.
+const SPARE: usize = 16;
 
 impl StopStrings {
     /// Of a text that has no tokens yet. Empty strings are in every text and are not looked for.
-    pub fn new(text: TextStream, strings: Vec<String>) -> Self {
+    pub fn new(tokenizer: Arc<Tokenizer>, skip_special_tokens: bool, strings: Vec<String>) -> Self {
         let strings: Vec<String> = strings.into_iter().filter(|string| !string.is_empty()).collect();
-        let longest = strings.iter().map(String::len).max().unwrap_or(0);
-        Self { text, strings, tail: String::new(), longest }
+        // A token that has a text has a byte of it at least.
+        let window = strings.iter().map(String::len).max().unwrap_or(0) + SPARE;
+        Self { tokenizer, skip_special_tokens, strings, tail: Vec::new(), window }
     }
 }
 
 impl StopText for StopStrings {
     fn push(&mut self, token: i64) -> Option<String> {
-        // A token that has no text cannot complete a string. The reply's own decoding says so to the client.
-        self.tail.push_str(&self.text.push(token).unwrap_or_default());
-        let found = first_stop(&self.tail, &self.strings).map(|(_, string)| string.to_owned());
-        let mut cut = self.tail.len().saturating_sub(self.longest);
-        while !self.tail.is_char_boundary(cut) {
-            cut -= 1;
+        if self.tail.len() == self.window {
+            self.tail.remove(0);
         }
-        self.tail.drain(..cut);
-        found
+        self.tail.push(token);
+        // Tokens that have no text complete no string. The reply's own decoding tells the client so.
+        let text = self.tokenizer.decode(&self.tail, self.skip_special_tokens).ok()?;
+        first_stop(&text, &self.strings).map(|(_, string)| string.to_owned())
     }
 }
 

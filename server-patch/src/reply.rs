@@ -1,0 +1,136 @@
+//! What a prompt's result looks like in a reply of `/generate`, key by key as SGLang has it.
+
+use std::time::Instant;
+
+use serde_json::{Map, Value, json};
+
+use crate::engine::{Done, DoneLogprobs, Finish};
+use crate::error::ApiError;
+use crate::plan::Plan;
+use crate::request::LogprobRequest;
+use crate::sampling::TokenLogprob;
+use crate::tokenizer::{Tokenizer, first_stop};
+
+/// The element of one prompt.
+///
+/// # Errors
+/// [`ApiError::StepFailed`] when its tokens have no text.
+pub(crate) fn element(
+    plan: &Plan,
+    done: &Done,
+    started: Instant,
+    tokenizer: Option<&Tokenizer>,
+) -> Result<Value, ApiError> {
+    let count = done.output_ids.len();
+    let mut meta = json!({
+        "id": plan.identity.rid,
+        "finish_reason": finish_reason(done),
+        "prompt_tokens": plan.prompt_tokens,
+        "completion_tokens": count,
+        "cached_tokens": 0,
+        "cached_tokens_details": null,
+        "reasoning_tokens": 0,
+        "num_retractions": 0,
+        "dp_rank": null,
+        "e2e_latency": started.elapsed().as_secs_f64(),
+        "weight_version": "default",
+        "weight_versions": [{"version": "default", "start": 0, "end": count}],
+    });
+    if let Some(capture) = &done.capture {
+        meta["capture"] = json!(capture);
+    }
+    if let (Some(wanted), Some(found), Value::Object(meta)) = (&plan.logprobs, &done.logprobs, &mut meta) {
+        add_logprobs(plan, done, wanted, found, tokenizer, meta)?;
+    }
+    let mut element = json!({"output_ids": done.output_ids, "meta_info": meta});
+    if let Some(tokenizer) = tokenizer {
+        element["text"] = json!(text(plan, done, tokenizer)?);
+    }
+    if let Some(prompt) = plan.prompt_token_ids.as_ref().filter(|_| plan.returns_prompt) {
+        element["prompt_token_ids"] = json!(prompt);
+    }
+    Ok(element)
+}
+
+fn finish_reason(done: &Done) -> Value {
+    match &done.finish {
+        Finish::Length => json!({"type": "length", "length": done.output_ids.len()}),
+        Finish::Stop(token) => json!({"type": "stop", "matched": token}),
+        Finish::StopText(text) => json!({"type": "stop", "matched": text}),
+        Finish::Aborted => {
+            json!({"type": "abort", "message": "Aborted", "status_code": null, "err_type": null})
+        }
+    }
+}
+
+/// The text ends before what ended it, unless the request says otherwise.
+fn text(plan: &Plan, done: &Done, tokenizer: &Tokenizer) -> Result<String, ApiError> {
+    let shown = match done.finish {
+        Finish::Stop(_) if !plan.no_stop_trim => &done.output_ids[..done.output_ids.len() - 1],
+        _ => &done.output_ids,
+    };
+    let mut text = decode(tokenizer, shown, plan.skip_special_tokens)?;
+    if matches!(done.finish, Finish::StopText(_)) && !plan.no_stop_trim {
+        // The string that was found first, which may not be the one that the last token completed first.
+        let end = first_stop(&text, &plan.stop).map_or(text.len(), |(at, _)| at);
+        text.truncate(end);
+    }
+    Ok(text)
+}
+
+fn decode(tokenizer: &Tokenizer, ids: &[i64], skip_special_tokens: bool) -> Result<String, ApiError> {
+    tokenizer.decode(ids, skip_special_tokens).map_err(|error| ApiError::StepFailed(error.to_string()))
+}
+
+/// Log-probabilities are triples of value, token and its text or null.
+fn add_logprobs(
+    plan: &Plan,
+    done: &Done,
+    wanted: &LogprobRequest,
+    found: &DoneLogprobs,
+    tokenizer: Option<&Tokenizer>,
+    meta: &mut Map<String, Value>,
+) -> Result<(), ApiError> {
+    let tokenizer = tokenizer.filter(|_| wanted.text);
+    let triple = |logprob: Option<f32>, token: i64| -> Result<Value, ApiError> {
+        let text = tokenizer.map(|tokenizer| decode(tokenizer, &[token], false)).transpose()?;
+        Ok(json!([logprob, token, text]))
+    };
+    let pairs = |tokens: &mut dyn Iterator<Item = (i64, f32)>| -> Result<Value, ApiError> {
+        tokens.map(|(token, logprob)| triple(Some(logprob), token)).collect()
+    };
+    let top = |of: &TokenLogprob| pairs(&mut of.top.iter().copied());
+    let asked = wanted.token_ids.as_deref().unwrap_or_default();
+    let of_asked = |of: &TokenLogprob| pairs(&mut asked.iter().copied().zip(of.token_ids.iter().copied()));
+
+    // As in SGLang, the first position that is asked about has no value: nothing that was asked about is before it.
+    let prompt: &[i64] = match (wanted.prompt_from, &plan.prompt_token_ids) {
+        (Some(from), Some(prompt)) => prompt.get(from..).unwrap_or_default(),
+        _ => &[],
+    };
+    let mut input = prompt.iter().take(1).map(|&token| triple(None, token)).collect::<Result<Vec<_>, _>>()?;
+    for (token, of) in prompt.iter().skip(1).zip(&found.prompt) {
+        input.push(triple(Some(of.logprob), *token)?);
+    }
+    let output =
+        done.output_ids.iter().zip(&found.output).map(|(token, of)| triple(Some(of.logprob), *token));
+    let output: Vec<Value> = output.collect::<Result<_, _>>()?;
+    meta.insert("output_token_logprobs_length".to_owned(), json!(output.len()));
+    meta.insert("input_token_logprobs".to_owned(), Value::Array(input));
+    meta.insert("output_token_logprobs".to_owned(), Value::Array(output));
+    let first = || prompt.iter().take(1).map(|_| Ok(Value::Null));
+    let mut lists = |key: &str, of: &dyn Fn(&TokenLogprob) -> Result<Value, ApiError>| {
+        let input = first().chain(found.prompt.iter().map(of)).collect::<Result<_, ApiError>>()?;
+        let output = found.output.iter().map(of).collect::<Result<_, ApiError>>()?;
+        meta.insert(format!("input_{key}"), Value::Array(input));
+        meta.insert(format!("output_{key}"), Value::Array(output));
+        Ok::<(), ApiError>(())
+    };
+    if wanted.top > 0 {
+        lists("top_logprobs", &top)?;
+    }
+    if wanted.token_ids.is_some() {
+        lists("token_ids_logprobs", &of_asked)?;
+    }
+    Ok(())
+}
