@@ -1,6 +1,6 @@
 //! The command line. Every flag can also come from `TETHER_EXTRACT_…` or a file (`--config`).
 
-use std::{num::NonZero, path::PathBuf, time::Duration};
+use std::{net::SocketAddr, num::NonZero, path::PathBuf, time::Duration};
 
 use clap::{Args, Parser, Subcommand};
 
@@ -8,6 +8,7 @@ use crate::{
     client::ProxyUrl,
     dataset::RepeatedIds,
     format::{FormatName, Strategy, choose},
+    metrics::Metrics,
     plan::{TooLong, Wanted},
     points::{Axis, LayerList, Points},
     retry::Policy,
@@ -101,6 +102,14 @@ pub struct RunArgs {
     /// Go on although the disk seems too small
     #[arg(long)]
     pub force: bool,
+    /// Serve Prometheus metrics at `/metrics` of this address while the run goes on. Port 0 takes a free one, which a log
+    /// line names
+    #[arg(long, value_name = "ADDR")]
+    pub metrics_addr: Option<SocketAddr>,
+    /// Write the metrics to this file every five seconds and at the end, for node_exporter's textfile collector. Its name
+    /// ends in `.prom`
+    #[arg(long, value_name = "FILE")]
+    pub metrics_textfile: Option<PathBuf>,
     /// Flags of every command.
     #[command(flatten)]
     pub common: Common,
@@ -137,9 +146,11 @@ impl Command {
     }
 }
 
-impl From<RunArgs> for RunOptions {
-    fn from(args: RunArgs) -> Self {
-        Self {
+impl RunArgs {
+    /// What the run is to do, counted by `metrics`.
+    pub fn options(self, metrics: Metrics) -> RunOptions {
+        let args = self;
+        RunOptions {
             proxy: args.proxy,
             data: args.data,
             out: args.out,
@@ -153,6 +164,7 @@ impl From<RunArgs> for RunOptions {
             request_timeout: Duration::from_secs_f64(args.request_timeout),
             verify: args.verify,
             force: args.force,
+            metrics,
             on_step: None,
         }
     }
@@ -176,7 +188,7 @@ mod tests {
         let Command::Run(args) = Cli::try_parse_from(line.split_whitespace()).unwrap().command else {
             panic!()
         };
-        let options = RunOptions::from(*args);
+        let options = args.options(Metrics::register(&prometheus::Registry::new()).unwrap());
         assert_eq!(options.concurrency.get(), 7);
         assert_eq!(options.points.unwrap().to_string(), "R2, R30, R58");
         assert_eq!(options.format.name(), "specforge/eagle3");

@@ -20,6 +20,7 @@ use crate::{
     dataset::{Dataset, Row},
     format::Format,
     ledger::{Identity, LedgerWriter},
+    metrics::Metrics,
     points::Points,
     retry::{Attempts, Kind, Next, Policy},
     stop::Stop,
@@ -68,6 +69,7 @@ pub struct Extractor {
     /// Dumps being checked and written.
     pub(crate) writers: Semaphore,
     pub(crate) counters: Counters,
+    pub(crate) metrics: Metrics,
     pub(crate) stop: Stop,
     pub(crate) identity: Mutex<Option<Identity>>,
     /// A dump of this process has had the identity that the ledger has.
@@ -144,6 +146,7 @@ impl Extractor {
                 }
                 Next::After(pause) => {
                     Counters::add(&self.counters.retries);
+                    self.metrics.retries.at(kind.into()).inc();
                     retrying.get_or_insert_with(|| Retrying::begin(&self));
                     tracing::debug!(row = row.row, line = row.line, %error, ?pause, "an attempt failed");
                     tokio::select! {

@@ -16,6 +16,7 @@ pub mod extractor;
 pub mod format;
 pub mod ledger;
 pub mod lock;
+pub mod metrics;
 pub mod plan;
 pub mod points;
 pub mod progress;

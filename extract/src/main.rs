@@ -1,5 +1,7 @@
 //! `tether-extract`.
 
+mod export;
+
 use std::{
     io::{self, IsTerminal as _},
     process::ExitCode,
@@ -60,7 +62,10 @@ fn extract(args: RunArgs, terminal: &Terminal) -> anyhow::Result<bool> {
     let report = runtime.block_on(async {
         let stop = Stop::default();
         stop_on_signals(stop.clone()).context("cannot listen for signals")?;
-        Ok::<_, anyhow::Error>(run(args.into(), stop, terminal).await?)
+        let (metrics, export) = export::Export::begin(&args).await?;
+        let result = run(args.options(metrics), stop, terminal).await;
+        export.end().await;
+        Ok::<_, anyhow::Error>(result?)
     })?;
     println!("{report}");
     Ok(report.complete)

@@ -22,6 +22,8 @@ pub struct Plan {
     pub rows: Vec<Row>,
     /// On disk, recorded and whole.
     pub already_done: u64,
+    /// Their tokens.
+    pub already_done_tokens: u64,
     /// Recorded, but the file is missing or damaged. They are among `rows`.
     pub damaged: Vec<(u64, Damage)>,
     /// Without a file, and there will be none.
@@ -96,7 +98,10 @@ impl Plan {
         });
         for (row, state) in candidates.into_iter().zip(states) {
             match state {
-                Some(Ok(())) => plan.already_done += 1,
+                Some(Ok(())) => {
+                    plan.already_done += 1;
+                    plan.already_done_tokens += row.tokens;
+                }
                 Some(Err(damage)) => {
                     plan.damaged.push((row.row, damage));
                     plan.rows.push(row);

@@ -132,8 +132,8 @@ impl Drop for Progress {
 }
 
 /// Time until all planned tokens are done at the mean rate so far.
-fn eta(tally: &Tally) -> Option<Duration> {
-    let remaining = tally.planned_tokens.saturating_sub(tally.tokens + tally.failed_tokens);
+pub(crate) fn eta(tally: &Tally) -> Option<Duration> {
+    let remaining = tally.pending_tokens();
     let (_, _, tokens_per_second) = tally.rates();
     (tally.tokens > 0).then(|| Duration::from_secs_f64((remaining as f64 / tokens_per_second).min(1e9)))
 }

@@ -25,6 +25,7 @@ use crate::{
     format::{Format, Unsuitable, split_final},
     ledger::{Difference, Identity, Ledger, LedgerError, Settings},
     lock::{DirectoryLock, LockError},
+    metrics::{Before, Metrics, State, gauge},
     plan::{Plan, Wanted},
     points::Points,
     progress::{Progress, Terminal},
@@ -41,6 +42,8 @@ const STAGING: &str = ".tether-staging";
 /// must not do so sample by sample.
 const MAX_FAILURES_IN_A_ROW: u32 = 100;
 const READINESS_PAUSE: Duration = Duration::from_millis(500);
+/// How often gauges that nothing else sets are set.
+const REFRESH: Duration = Duration::from_millis(500);
 
 /// What a run is to do.
 #[derive(Debug)]
@@ -71,6 +74,8 @@ pub struct RunOptions {
     pub verify: Depth,
     /// Begin although the disk seems too small.
     pub force: bool,
+    /// Counts what is done.
+    pub metrics: Metrics,
     /// For tests.
     pub on_step: Option<StepHook>,
 }
@@ -123,8 +128,21 @@ pub enum RunError {
 pub async fn run(options: RunOptions, stop: Stop, terminal: &Terminal) -> Result<Report, RunError> {
     let out = options.out.clone();
     let (prepared, mut report) = tokio::task::block_in_place(|| prepare(&options))?;
-    let Prepared { _lock, dataset, ledger, store, plan, identity } = prepared;
+    let Prepared { _lock, dataset, ledger, store, plan, identity, recorded } = prepared;
     let leases = ledger.leases()?;
+    let metrics = options.metrics;
+    metrics.ledger_samples.set(gauge(recorded));
+    metrics.ledger_dumps.set(gauge(leases.len() as u64));
+    metrics.concurrency.set(gauge(options.concurrency.get() as u64));
+    metrics.writers.set(gauge(options.writers.get() as u64));
+    report.failures.iter().for_each(|failure| metrics.failures.at(failure.kind).inc());
+    let before = Before {
+        rows: report.rows,
+        done: plan.already_done,
+        done_tokens: plan.already_done_tokens,
+        failed: report.failures.len() as u64,
+        left_out: plan.left_out,
+    };
     let mut tally = Tally::new(plan.rows.len() as u64, plan.tokens());
     let extractor = Arc::new(Extractor {
         client: Client::new(options.proxy, options.request_timeout, options.concurrency.get()),
@@ -139,6 +157,7 @@ pub async fn run(options: RunOptions, stop: Stop, terminal: &Terminal) -> Result
         requests: Semaphore::new(options.concurrency.get()),
         writers: Semaphore::new(options.writers.get()),
         counters: Counters::default(),
+        metrics: metrics.clone(),
         stop: stop.clone(),
         identity: Mutex::new(identity),
         confirmed: AtomicBool::new(false),
@@ -148,14 +167,17 @@ pub async fn run(options: RunOptions, stop: Stop, terminal: &Terminal) -> Result
         on_step: options.on_step,
     });
 
+    metrics.show(&before, &tally);
     if tally.planned > 0 {
+        metrics.enter(State::Waiting);
         wait_until_ready(&extractor.client, options.policy.patience, &stop).await;
     }
     for lease in &leases {
-        if extractor.try_discard(lease).await
-            && let Err(error) = extractor.ledger.release(lease.request_id)
-        {
-            stop.ask(error.to_string());
+        if extractor.try_discard(lease).await {
+            metrics.ledger_dumps.dec();
+            if let Err(error) = extractor.ledger.release(lease.request_id) {
+                stop.ask(error.to_string());
+            }
         }
     }
     if !leases.is_empty() {
@@ -164,7 +186,9 @@ pub async fn run(options: RunOptions, stop: Stop, terminal: &Terminal) -> Result
     // Enough samples beyond those in flight that the server never waits for a writer, and no more: their dumps take room.
     let most = options.concurrency.get() + 2 * options.writers.get();
     tally.started = std::time::Instant::now();
-    work(&extractor, plan.rows, &mut tally, terminal, most, options.force).await;
+    metrics.begin();
+    work(&extractor, plan.rows, &before, &mut tally, terminal, most, options.force).await;
+    metrics.show(&before, &tally);
 
     let (elapsed, samples_per_second, tokens_per_second) = tally.rates();
     let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -183,6 +207,7 @@ pub async fn run(options: RunOptions, stop: Stop, terminal: &Terminal) -> Result
     report.failed = report.failures.len() as u64;
     report.stopped = stop.reason().filter(|_| report.pending > 0);
     report.complete = report.failed == 0 && report.pending == 0;
+    metrics.enter(if report.complete { State::Complete } else { State::Incomplete });
     assert!(report.adds_up(), "rows are lost: {report:?}");
     report.save(&out).map_err(|source| RunError::Out { path: out, source })?;
     Ok(report)
@@ -195,6 +220,8 @@ struct Prepared {
     store: Store,
     plan: Plan,
     identity: Option<Identity>,
+    /// Samples that the ledger has and that need not be done again.
+    recorded: u64,
 }
 
 /// Everything that can be known without the server, cheapest first.
@@ -284,7 +311,8 @@ fn prepare(options: &RunOptions) -> Result<(Prepared, Report), RunError> {
         tokens_per_second: 0.0,
         failures: std::mem::take(&mut plan.failures),
     };
-    Ok((Prepared { _lock: lock, dataset, ledger, store, plan, identity }, report))
+    let recorded = (recorded.len() - plan.damaged.len()) as u64;
+    Ok((Prepared { _lock: lock, dataset, ledger, store, plan, identity, recorded }, report))
 }
 
 /// A trainer's loader takes every file it finds, so a run does not begin among another's.
@@ -332,6 +360,7 @@ async fn wait_until_ready(client: &Client, patience: Duration, stop: &Stop) {
 async fn work(
     extractor: &Arc<Extractor>,
     rows: Vec<crate::dataset::Row>,
+    before: &Before,
     tally: &mut Tally,
     terminal: &Terminal,
     most: usize,
@@ -341,6 +370,9 @@ async fn work(
     let mut progress = Progress::begin(terminal, tally);
     let mut ticks = tokio::time::interval(progress.interval());
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut refresh = tokio::time::interval(REFRESH);
+    refresh.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let metrics = &extractor.metrics;
     let mut rows = rows.into_iter();
     let mut tasks = JoinSet::new();
     let (mut failures_in_a_row, mut space_checked) = (0, false);
@@ -360,6 +392,7 @@ async fn work(
                     tally.done += 1;
                     tally.tokens += tokens;
                     tally.bytes += bytes;
+                    metrics.done(tokens, bytes);
                     failures_in_a_row = 0;
                 }
                 Some(Ok(Outcome::Failed { tokens, failure })) => {
@@ -369,12 +402,14 @@ async fn work(
                         stop.ask(format!("{MAX_FAILURES_IN_A_ROW} samples failed one after the other; last: {reason}"));
                     }
                     tally.failed_tokens += tokens;
+                    metrics.given_up(failure.kind);
                     tally.failures.push(failure);
                 }
                 Some(Ok(Outcome::Pending)) => {}
                 Some(Err(error)) => stop.ask(format!("working on a sample panicked: {error}")),
             },
             _ = ticks.tick() => progress.show(tally),
+            _ = refresh.tick() => refresh_metrics(extractor, before, tally),
             () = extractor.one_more_retries.notified(), if !ready => {}
         }
         if extractor.is_confirmed() && !space_checked {
@@ -383,6 +418,28 @@ async fn work(
         }
     }
     progress.show(tally);
+}
+
+/// Sets the gauges of the whole set and of the disk.
+fn refresh_metrics(extractor: &Extractor, before: &Before, tally: &Tally) {
+    let metrics = &extractor.metrics;
+    metrics.show(before, tally);
+    metrics.retrying.set(gauge(extractor.retrying.load(Ordering::Relaxed) as u64));
+    if extractor.stop.is_asked() {
+        metrics.enter(State::Stopping);
+    }
+    if let Some(identity) = extractor.identity() {
+        let (hidden, planes) = (identity.hidden_size, identity.points.len());
+        // The bytes of one sample and those of its container, from two lengths: what is pending is known as sums.
+        let container = extractor.format.estimated_bytes(0, hidden, planes);
+        let pending = extractor.format.estimated_bytes(tally.pending_tokens(), hidden, planes);
+        let needed = pending.saturating_add(container.saturating_mul(tally.pending().saturating_sub(1)));
+        metrics.needed_bytes.set(gauge(if tally.pending() == 0 { 0 } else { needed }));
+    }
+    // A disk that does not answer is found by the next write, and by the check before the run.
+    if let Ok(stat) = rustix::fs::statvfs(extractor.store.root()) {
+        metrics.free_bytes.set(gauge(stat.f_bavail.saturating_mul(stat.f_frsize)));
+    }
 }
 
 /// Compares what the rest will take with what is free, and stops the run if that is not enough.

@@ -109,6 +109,11 @@ impl Tally {
         self.planned - self.done - self.failures.len() as u64
     }
 
+    /// Their tokens.
+    pub fn pending_tokens(&self) -> u64 {
+        self.planned_tokens.saturating_sub(self.tokens + self.failed_tokens)
+    }
+
     /// Time since the start, samples a second and tokens a second.
     pub fn rates(&self) -> (Duration, f64, f64) {
         let elapsed = self.started.elapsed();

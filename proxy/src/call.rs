@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use http::{HeaderValue, Method, Request, StatusCode, Uri};
 use tether_dump::RequestId;
+use tether_telemetry::Begun;
 use tracing::{debug, info, warn};
 
 use crate::app::App;
@@ -38,6 +39,7 @@ pub struct Call {
     method: Method,
     uri: Uri,
     started: Instant,
+    _age: Begun,
     end: Option<Result<(), Abort>>,
 }
 
@@ -47,6 +49,7 @@ impl Call {
         let route = route(request.method(), request.uri().path());
         app.metrics.received.at(route).inc();
         app.metrics.in_flight.inc();
+        let age = app.metrics.oldest.begin();
         let client = request.headers().get(headers::REQUEST_ID);
         let kept = client
             .filter(|_| app.args.client_ids == ClientIds::Trust)
@@ -64,6 +67,7 @@ impl Call {
             method: request.method().clone(),
             uri: request.uri().clone(),
             started: Instant::now(),
+            _age: age,
             end: None,
         }
     }

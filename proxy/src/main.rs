@@ -37,6 +37,7 @@ fn run(args: Args) -> anyhow::Result<()> {
     let (app, sweeper) = App::new(args)?;
     tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start the runtime")?.block_on(
         async {
+            app.metrics.register_process().context("cannot register the metrics")?;
             let args = &app.args;
             let bind = |address| async move {
                 TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))

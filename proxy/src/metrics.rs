@@ -2,7 +2,8 @@
 
 mod family;
 
-use prometheus::{Gauge, Histogram, HistogramOpts, IntCounter, IntGauge, Opts, Registry};
+use prometheus::{Histogram, HistogramOpts, IntCounter, IntGauge, Opts, Registry};
+use tether_telemetry::OldestAge;
 
 use self::family::labels;
 pub use self::family::{Family, Family2, Label};
@@ -137,6 +138,8 @@ pub struct Metrics {
     pub received: Family<Route, IntCounter>,
     /// Requests accepted whose reply has not ended.
     pub in_flight: IntGauge,
+    /// The age of the oldest of them.
+    pub oldest: OldestAge,
     /// Requests whose whole reply was handed to the socket.
     pub answered: Family2<Route, Class, IntCounter>,
     /// Requests that ended otherwise. Received = answered + aborted + in flight.
@@ -215,12 +218,6 @@ impl Metrics {
     /// `registry` already has a series of one of the names.
     pub fn register(registry: &Registry) -> Result<Self, prometheus::Error> {
         let r = registry;
-        let build = Gauge::with_opts(
-            Opts::new("tether_proxy_build_info", "Always 1; the label is the version.")
-                .const_label("version", env!("CARGO_PKG_VERSION")),
-        )?;
-        build.set(1.0);
-        r.register(Box::new(build))?;
         Ok(Self {
             received: Family::counters(
                 r,
@@ -228,6 +225,11 @@ impl Metrics {
                 "Requests whose head was read.",
             )?,
             in_flight: gauge(r, "tether_proxy_requests_in_flight", "Requests whose reply has not ended.")?,
+            oldest: OldestAge::register(
+                r,
+                "tether_proxy_oldest_request_seconds",
+                "Seconds since the oldest request in flight began; 0 when there is none.",
+            )?,
             answered: Family2::counters(
                 r,
                 "tether_proxy_requests_answered_total",
@@ -357,12 +359,20 @@ impl Metrics {
         })
     }
 
+    /// Adds the series about the process to those about its requests. Called inside of the runtime, which they describe.
+    ///
+    /// # Errors
+    /// They are there already.
+    pub fn register_process(&self) -> Result<(), prometheus::Error> {
+        tether_telemetry::register_process(&self.registry, "tether_proxy", env!("CARGO_PKG_VERSION"))
+    }
+
     /// All series in Prometheus' text format.
     ///
     /// # Errors
     /// A series cannot be written, which would be a mistake in this file.
     pub fn text(&self) -> Result<String, prometheus::Error> {
-        prometheus::TextEncoder::new().encode_to_string(&self.registry.gather())
+        tether_telemetry::text(&self.registry)
     }
 }
 

@@ -56,7 +56,7 @@ fn metrics(app: &App) -> Response<Kind> {
     match app.metrics.text() {
         Ok(body) => {
             let mut response = Response::new(body);
-            let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+            let kind = HeaderValue::from_static(tether_telemetry::CONTENT_TYPE);
             response.headers_mut().insert(CONTENT_TYPE, kind);
             text(response)
         }

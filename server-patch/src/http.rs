@@ -12,6 +12,7 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
 use serde::Deserialize;
 use serde_json::json;
+use tether_telemetry::Begun;
 
 use crate::app::{App, CallId};
 use crate::error::ApiError;
@@ -140,8 +141,8 @@ impl App {
     }
 
     fn metrics_text(&self) -> Response<Full<Bytes>> {
-        match prometheus::TextEncoder::new().encode_to_string(&self.registry.gather()) {
-            Ok(text) => typed(StatusCode::OK, "text/plain; version=0.0.4; charset=utf-8", text.into()),
+        match tether_telemetry::text(&self.registry) {
+            Ok(text) => typed(StatusCode::OK, tether_telemetry::CONTENT_TYPE, text.into()),
             Err(error) => {
                 error_reply(&ApiError::StepFailed(format!("the metrics could not be encoded: {error}")))
             }
@@ -249,6 +250,7 @@ fn plain(response: Response<Full<Bytes>>) -> Response<ReplyBody> {
 pub struct InFlight {
     app: Arc<App>,
     started: Instant,
+    _age: Begun,
     outcome: Outcome,
 }
 
@@ -256,7 +258,8 @@ impl InFlight {
     fn begin(app: &Arc<App>, started: Instant) -> Self {
         app.metrics.in_flight.inc();
         app.lifecycle.enter();
-        Self { app: Arc::clone(app), started, outcome: Outcome::ClientGone }
+        let age = app.metrics.oldest.begin();
+        Self { app: Arc::clone(app), started, _age: age, outcome: Outcome::ClientGone }
     }
 
     fn end(mut self, outcome: Outcome) {

@@ -1,9 +1,9 @@
 //! Every series the server exports: the only place with their names, help texts, units and buckets.
 
 use prometheus::{
-    Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
-    Registry,
+    Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
 };
+use tether_telemetry::OldestAge;
 
 /// How one call of `/generate` ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +76,8 @@ pub struct Metrics {
     pub load_seconds: Gauge,
     /// Calls of `/generate` whose reply has not been sent.
     pub in_flight: IntGauge,
+    /// The age of the oldest of them.
+    pub oldest: OldestAge,
     /// Seconds from the request's head to the end of the reply, by [`Outcome`].
     pub request_seconds: HistogramVec,
     /// Prompts that wait for their first step.
@@ -88,13 +90,19 @@ pub struct Metrics {
     pub kv_reserved_bytes: IntGauge,
     /// Seconds a prompt waited for its first step.
     pub queue_seconds: Histogram,
+    /// `--max-queued-requests`.
+    pub max_queued: IntGauge,
+    /// Seconds to turn a prompt's text into tokens.
+    pub tokenize_seconds: Histogram,
     /// Tokens of prompts that were run.
     pub prompt_tokens: IntCounter,
     /// Tokens that were generated.
     pub generated_tokens: IntCounter,
     /// Forward passes by `outcome` ok or failed.
     pub steps: IntCounterVec,
-    /// Seconds in the forward pass.
+    /// Seconds in the model, of a step.
+    pub forward_seconds: Histogram,
+    /// Seconds of a whole step: the forward pass, and handing its results on.
     pub step_seconds: Histogram,
     /// Tokens in a step.
     pub step_tokens: Histogram,
@@ -110,6 +118,8 @@ pub struct Metrics {
     pub publish_seconds: Histogram,
     /// Bytes of states that wait for a writer or are being written.
     pub write_queue_bytes: IntGauge,
+    /// Dumps that wait for a writer or are being written.
+    pub write_queue_dumps: IntGauge,
     /// Seconds the engine stood still because writers were behind.
     pub write_stall_seconds: prometheus::Counter,
     /// `--dump-budget`.
@@ -134,10 +144,10 @@ impl Metrics {
     /// # Errors
     /// When one of the names is taken in `registry`.
     pub fn register(registry: &Registry) -> prometheus::Result<Self> {
-        // 1 ms to 10 min: a tiny model's prompt up to a full context behind a long queue.
+        // 1 ms to 1 h: a tiny model's prompt up to a full context behind a long queue.
         let latency = vec![
             0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
-            300.0, 600.0,
+            300.0, 600.0, 1800.0, 3600.0,
         ];
         // A page up to gigabytes at disk speed.
         let publish =
@@ -157,6 +167,11 @@ impl Metrics {
                 gauge
             },
             in_flight: made.gauge("requests_in_flight", "Calls of /generate not yet answered")?,
+            oldest: OldestAge::register(
+                registry,
+                "tether_server_oldest_request_seconds",
+                "Seconds since the oldest call of /generate in flight began; 0 when there is none",
+            )?,
             request_seconds: {
                 let opts = HistogramOpts::new(
                     "tether_server_request_seconds",
@@ -176,10 +191,25 @@ impl Metrics {
                 "Seconds a prompt waited for its first step",
                 latency.clone(),
             )?,
+            max_queued: made.gauge("max_queued_requests", "Prompts that may wait for their first step")?,
+            tokenize_seconds: made.histogram(
+                "tokenize_seconds",
+                "Seconds to turn the text of a prompt into tokens",
+                latency.clone(),
+            )?,
             prompt_tokens: made.counter("prompt_tokens_total", "Prompt tokens run")?,
             generated_tokens: made.counter("generated_tokens_total", "Tokens generated")?,
             steps: made.counters("steps_total", "Forward passes, by outcome", &["ok", "failed"])?,
-            step_seconds: made.histogram("step_seconds", "Seconds of a forward pass", latency)?,
+            forward_seconds: made.histogram(
+                "forward_seconds",
+                "Seconds in the model, of a step",
+                latency.clone(),
+            )?,
+            step_seconds: made.histogram(
+                "step_seconds",
+                "Seconds of a step: the forward pass, and handing its results on",
+                latency,
+            )?,
             step_tokens: made.histogram("step_tokens", "Tokens in a forward pass", tokens)?,
             step_sequences: made.histogram("step_sequences", "Sequences in a forward pass", sequences)?,
             max_batch_tokens: made.gauge("max_batch_tokens", "Token budget of a forward pass")?,
@@ -196,6 +226,7 @@ impl Metrics {
             )?,
             write_queue_bytes: made
                 .gauge("write_queue_bytes", "Bytes of states waiting for or in a writer")?,
+            write_queue_dumps: made.gauge("write_queue_dumps", "Dumps waiting for or in a writer")?,
             write_stall_seconds: {
                 let counter = prometheus::Counter::new(
                     "tether_server_write_stall_seconds_total",
@@ -218,15 +249,6 @@ impl Metrics {
         for outcome in Outcome::ALL {
             metrics.request_seconds.with_label_values(&[outcome.as_str()]);
         }
-        let info = IntGaugeVec::new(
-            Opts::new("tether_server_build_info", "1, labelled with the version"),
-            &["version"],
-        )?;
-        registry.register(Box::new(info.clone()))?;
-        info.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
-        let started = made.gauge("start_time_seconds", "When the process started, Unix time")?;
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-        started.set(i64::try_from(now.as_secs()).unwrap_or_default());
         Ok(metrics)
     }
 

@@ -3,7 +3,9 @@
 use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
+use prometheus::Histogram;
 use tether_dump::{Dtype, DumpLayout, FinalState, Metadata, Rows, TokenHash};
 use tether_model::{CapturePoint, CaptureSpec};
 
@@ -74,6 +76,8 @@ pub struct Planner {
     pub dump_dtype: OnceLock<Dtype>,
     /// Name and version of this program, for the dump.
     pub server: String,
+    /// Seconds that the tokenizer took for a prompt.
+    pub tokenize_seconds: Histogram,
 }
 
 /// One prompt, ready to run.
@@ -254,11 +258,12 @@ impl Planner {
                         "`text` needs a tokenizer.json beside the model; `input_ids` is accepted".into(),
                     )
                 })?;
+                let started = Instant::now();
+                let encoded = tokenizer.encode(&text);
+                self.tokenize_seconds.observe(started.elapsed().as_secs_f64());
                 (
                     "text",
-                    tokenizer
-                        .encode(&text)
-                        .map_err(|error| ApiError::Invalid(format!("{}: {error}", named("text", row))))?,
+                    encoded.map_err(|error| ApiError::Invalid(format!("{}: {error}", named("text", row))))?,
                 )
             }
         };

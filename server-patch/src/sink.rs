@@ -87,6 +87,8 @@ struct State {
     writes: VecDeque<Write>,
     /// Of writes that wait or are under way.
     bytes: u64,
+    /// How many those are.
+    dumps: u64,
     closed: bool,
 }
 
@@ -126,6 +128,7 @@ impl Sink {
             shared.metrics.write_stall_seconds.inc_by(started.elapsed().as_secs_f64());
         }
         state.bytes += bytes;
+        state.dumps += 1;
         shared.show(&state);
         state.writes.push_back(write);
         drop(state);
@@ -173,6 +176,7 @@ impl Shared {
 
     fn show(&self, state: &State) {
         self.metrics.write_queue_bytes.set(i64::try_from(state.bytes).unwrap_or(i64::MAX));
+        self.metrics.write_queue_dumps.set(i64::try_from(state.dumps).unwrap_or(i64::MAX));
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -190,6 +194,7 @@ impl Drop for Room<'_> {
     fn drop(&mut self) {
         let mut state = self.shared.lock();
         state.bytes -= self.bytes;
+        state.dumps -= 1;
         self.shared.show(&state);
         drop(state);
         self.shared.room.notify_all();

@@ -93,7 +93,10 @@ pub async fn run(args: Args) -> Result<(), StartError> {
     let mut interrupt = signal(SignalKind::interrupt()).map_err(signals)?;
     let registry = Registry::new();
     let metrics = Metrics::register(&registry).map_err(process)?;
+    tether_telemetry::register_process(&registry, "tether_server", env!("CARGO_PKG_VERSION"))
+        .map_err(process)?;
     metrics.max_batch_tokens.set(i64::from(args.max_batch_tokens));
+    metrics.max_queued.set(i64::from(args.max_queued_requests));
     let budget = Budget::new(&dump_dir, args.dump_budget.0, args.dump_ttl.map(|ttl| ttl.0), &metrics)
         .map_err(|source| StartError::Scan { dir: dump_dir.clone(), source })?;
 
@@ -112,6 +115,7 @@ pub async fn run(args: Args) -> Result<(), StartError> {
         tokenizer,
         dump_dtype: OnceLock::new(),
         server: format!("tether-server {}", env!("CARGO_PKG_VERSION")),
+        tokenize_seconds: metrics.tokenize_seconds.clone(),
     };
     table(&args, &planner, &dump_dir, &address.to_string());
 

@@ -55,6 +55,7 @@ pub(crate) fn planner(mode: CaptureMode) -> Planner {
     let points = vec![2, 4, 5];
     let spec = CaptureSpec::new(&points, FinalState::PreNorm, LAYERS).unwrap();
     Planner {
+        tokenize_seconds: Metrics::unregistered().tokenize_seconds,
         model: ModelInfo {
             name: "fake".to_owned(),
             path: "/models/fake".into(),

@@ -20,6 +20,7 @@ use crate::{
     dataset::{ReadRowError, Row, Sample},
     format::WriteError,
     ledger::{Identity, Lease, Stored},
+    metrics::{Answer, Counted},
     retry::Kind,
     tally::{Counters, FailureKind},
 };
@@ -124,6 +125,7 @@ impl Extractor {
         let (sample, reply) = self.ask(row).await?;
         let lease = Lease { request_id: reply.request_id, path: reply.path.clone() };
         self.ledger.lease(lease.clone()).map_err(|error| AttemptError::Fatal(error.to_string()))?;
+        self.metrics.ledger_dumps.inc();
         self.step(Step::Leased, row)?;
 
         let permit = self.writers.acquire().await.expect("the semaphore is never closed");
@@ -132,8 +134,11 @@ impl Extractor {
         let row = *row;
         let work =
             move || this.store_sample(&row, &sample, &reply, source.path()).map(|stored| (stored, source));
+        let started = Instant::now();
+        let writing = Counted::up(&self.metrics.writing);
         let result = tokio::task::spawn_blocking(work).await;
-        drop(permit);
+        self.metrics.store_seconds.observe(started.elapsed().as_secs_f64());
+        drop((permit, writing));
         let result = result
             .unwrap_or_else(|error| Err(AttemptError::Fatal(format!("writing a sample panicked: {error}"))));
         match result {
@@ -146,6 +151,7 @@ impl Extractor {
             // A dump that is not this request's is another's, or the evidence of a fault: it is left where it is.
             Err(AttemptError::Dump(error)) if error.is_mismatch() => {
                 Counters::add(&self.counters.mismatches);
+                self.metrics.mismatches.inc();
                 tracing::error!(
                     row = row.row, request_id = %lease.request_id, path = ?lease.path, error = %causes(&error),
                     "a dump is not its request's; it is left in place"
@@ -158,6 +164,7 @@ impl Extractor {
             Err(error) => {
                 if error.failure_kind() == FailureKind::NotFinite {
                     Counters::add(&self.counters.not_finite);
+                    self.metrics.not_finite.inc();
                 }
                 self.discard(lease).await?;
                 Err(error)
@@ -182,7 +189,11 @@ impl Extractor {
         });
         let (sample, body) =
             read.await.map_err(|error| AttemptError::Fatal(format!("reading a row panicked: {error}")))??;
+        let (started, in_flight) = (Instant::now(), Counted::up(&self.metrics.in_flight));
         let reply = self.client.generate(body).await;
+        drop(in_flight);
+        let answer = if reply.is_ok() { Answer::Ok } else { Answer::Failed };
+        self.metrics.request_seconds.at(answer).observe(started.elapsed().as_secs_f64());
         // Whether it likes the sample or not, the server is there.
         if matches!(&reply, Ok(_) | Err(CallError::Reply(_)))
             || matches!(&reply, Err(error) if matches!(Kind::of(error), Kind::Final))
@@ -208,6 +219,7 @@ impl Extractor {
         match self.client.fetch_dump(id, &to).await {
             Ok(()) => {
                 Counters::add(&self.counters.fetched);
+                self.metrics.fetched.inc();
                 Ok(Source::Fetched(to))
             }
             Err(FetchError::Call(error)) => Err(AttemptError::Gone { path: lease.path.clone(), error }),
@@ -300,6 +312,7 @@ impl Extractor {
     }
 
     fn release(&self, request_id: RequestId) -> Result<(), AttemptError> {
+        self.metrics.ledger_dumps.dec();
         self.ledger.release(request_id).map_err(|error| AttemptError::Fatal(error.to_string()))
     }
 
@@ -326,6 +339,7 @@ impl Extractor {
             Ok(()) => true,
             Err(error) => {
                 Counters::add(&self.counters.left_behind);
+                self.metrics.left_behind.inc();
                 tracing::warn!(request_id = %id, path = ?lease.path, %error, "a dump could not be deleted");
                 false
             }

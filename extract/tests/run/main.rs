@@ -17,10 +17,12 @@ use std::{
 };
 
 use fake::Fake;
+use prometheus::Registry;
 use tempfile::TempDir;
 use tether_extract::{
     dataset::RepeatedIds,
     format::{FormatName, Strategy, choose},
+    metrics::Metrics,
     plan::Wanted,
     progress::Terminal,
     report::Report,
@@ -67,6 +69,7 @@ impl Job {
             request_timeout: Duration::from_secs(120),
             verify: Depth::Quick,
             force: false,
+            metrics: Metrics::register(&Registry::new()).unwrap(),
             on_step: None,
         }
     }

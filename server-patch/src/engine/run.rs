@@ -134,7 +134,7 @@ impl<M: StepModel> Running<'_, M> {
         let started = Instant::now();
         let outputs = guarded(self.model, &mut sequences);
         drop(sequences);
-        self.metrics.step_seconds.observe(started.elapsed().as_secs_f64());
+        self.metrics.forward_seconds.observe(started.elapsed().as_secs_f64());
         let outcome = if outputs.is_ok() { "ok" } else { "failed" };
         self.metrics.steps.with_label_values(&[outcome]).inc();
         let outputs = match outputs {
@@ -145,6 +145,7 @@ impl<M: StepModel> Running<'_, M> {
                     active.job.refuse(ApiError::StepFailed(error.0.clone()));
                 }
                 self.jobs = resting;
+                self.metrics.step_seconds.observe(started.elapsed().as_secs_f64());
                 return;
             }
         };
@@ -157,6 +158,7 @@ impl<M: StepModel> Running<'_, M> {
         }
         // Those that had no part are younger: there was no room behind the older ones.
         self.jobs.append(&mut resting);
+        self.metrics.step_seconds.observe(started.elapsed().as_secs_f64());
     }
 
     fn show(&self) {
