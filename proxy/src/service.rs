@@ -68,8 +68,9 @@ pub async fn handle(app: &Arc<App>, request: Request<Incoming>, turn: Turn) -> R
         Err(error) => {
             if client_is_gone(&error) {
                 call.aborted(Abort::ClientGone);
+            } else {
+                app.metrics.refused.at(error.status().1).inc();
             }
-            app.metrics.refused.at(error.status().1).inc();
             error.response(call.id).map(full)
         }
     };

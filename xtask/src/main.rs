@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 mod bench;
+mod dashboards;
 mod demo;
 mod http;
 mod libtorch;
@@ -30,6 +31,8 @@ enum Task {
     Demo(demo::Args),
     Test(test::Args),
     Bench(bench::Args),
+    /// Write grafana/dashboards/ from grafana/source/, and docs/metrics.md from what the release binaries export.
+    Dashboards,
 }
 
 fn main() -> ExitCode {
@@ -38,6 +41,7 @@ fn main() -> ExitCode {
         Task::Demo(args) => demo::run(&args),
         Task::Test(args) => test::run(&args),
         Task::Bench(args) => bench::run(&args),
+        Task::Dashboards => dashboards::run(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -9,7 +9,8 @@ use crate::process;
 
 /// System packages that some tests need beyond the compilers, as (program, the package that holds it on Debian).
 /// README and `.ci/run` name the same packages in one `apt-get install` line.
-const TEST_PROGRAMS: &[(&str, &str)] = &[];
+const TEST_PROGRAMS: &[(&str, &str)] =
+    &[("prometheus", "prometheus"), ("promtool", "prometheus"), ("chromium", "chromium")];
 
 /// What a Python must be for a set of packages.
 #[derive(Clone, Copy)]
@@ -72,7 +73,8 @@ pub(crate) fn test_programs() -> Result<()> {
         return Ok(());
     }
     let names: Vec<_> = missing.iter().map(|(program, _)| *program).collect();
-    let packages: Vec<_> = missing.iter().map(|(_, package)| *package).collect();
+    let mut packages: Vec<_> = missing.iter().map(|(_, package)| *package).collect();
+    packages.dedup();
     bail!("tests need {}; on Debian and Ubuntu: apt-get install {}", names.join(", "), packages.join(" "));
 }
 
