@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent))
 import make_grid as grid  # noqa: E402
 import make_models as models  # noqa: E402
+import make_texts  # noqa: E402
 
 SEED = 307
 LENGTHS = [1, 2, 17, 64]
@@ -34,7 +35,8 @@ LENGTHS = [1, 2, 17, 64]
 BASE = dict(grid.V3, hidden_size=160, intermediate_size=288, moe_intermediate_size=160, kv_lora_rank=64, q_lora_rank=96,
             v_head_dim=16, max_position_embeddings=128,
             rope_scaling=dict(grid.YARN, mscale=1.0, mscale_all_dim=1.0))
-KIMI = dict(BASE, n_group=1, topk_group=1, routed_scaling_factor=2.827, rope_theta=50000.0, model_type="kimi_k2")
+# The vocabulary has room for the tokenizer that is put beside it.
+KIMI = dict(BASE, vocab_size=1024, n_group=1, topk_group=1, routed_scaling_factor=2.827, rope_theta=50000.0, model_type="kimi_k2")
 
 
 def e4m3_values():
@@ -196,6 +198,8 @@ def build(root, name, seed):
     (out / "config.json").write_text(json.dumps(written, indent=1) + "\n")
     models.save_shards(out, tensors, shards)
     save_file(unpacked, out / "unpacked.safetensors")
+    if name == "int4-kimi-k2.5":
+        make_texts.kimi_texts(out, make_texts.kimi_files(out), seed, 60)
     # The references see plain float32, of the family's own class.
     config = dict(config, model_type="deepseek_v3")
     with tempfile.TemporaryDirectory() as elsewhere:

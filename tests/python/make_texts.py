@@ -165,8 +165,8 @@ KIMI_TEMPLATE = """{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tool
 """
 
 
-def kimi(out):
-    out.mkdir(parents=True)
+def kimi_files(out):
+    """Kimi's tokenizer files into a directory; the reference's tokenizer."""
     ranks = merges([w for w in WORDS for _ in range(3)] + [" " + w for w in WORDS] + ["\n\n", "  ", "    "], 700)
     (out / "tiktoken.model").write_text("".join(f"{base64.b64encode(t).decode()} {r}\n" for t, r in ranks.items()))
     count = len(ranks)
@@ -177,11 +177,21 @@ def kimi(out):
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
     (out / "chat_template.jinja").write_text(KIMI_TEMPLATE)
     special = {named.get(i, f"<|reserved_token_{i}|>"): i for i in range(count, count + 258)}
-    encoding = tiktoken.Encoding("kimi", pat_str=KIMI_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-    rows = texts(3, 2_000, KIMI_SPECIAL + [f"<|reserved_token_{count + 1}|>"])
+    return tiktoken.Encoding("kimi", pat_str=KIMI_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+
+
+def kimi_texts(out, encoding, seed, count):
+    rows = texts(seed, count, KIMI_SPECIAL + [f"<|reserved_token_{encoding.n_vocab - 257}|>"])
     ids = [encoding.encode(row, allowed_special="all") for row in rows]
-    every = [[i] for i in range(encoding.n_vocab)]
     (out / "texts.json").write_text(json.dumps([{"text": t, "ids": i, "decoded": encoding.decode(i)} for t, i in zip(rows, ids)]))
+    return rows, ids
+
+
+def kimi(out):
+    out.mkdir(parents=True)
+    encoding = kimi_files(out)
+    rows, ids = kimi_texts(out, encoding, 3, 2_000)
+    every = [[i] for i in range(encoding.n_vocab)]
     (out / "every.json").write_text(json.dumps([{"ids": i, "decoded": encoding.decode(i)} for i in every]))
     rendered = [dict(c, text=jinja(KIMI_TEMPLATE, bos_token="[BOS]", eos_token="[EOS]", documents=None, **c)) for c in conversations(4, 60)]
     (out / "conversations.json").write_text(json.dumps(rendered))

@@ -60,3 +60,29 @@ async fn dumps_of_packed_checkpoints_are_the_references_states() {
         }
     }
 }
+
+/// Kimi's directory as it is published: tiktoken's vocabulary beside the wrapped, packed model. Texts become the IDs that
+/// OpenAI's tiktoken gives, and these are the ones that are run and dumped.
+#[tokio::test]
+async fn texts_to_a_kimi_checkpoint_are_tokenised_by_its_tiktoken_files() {
+    let dir = golden("int4-kimi-k2.5");
+    let texts: serde_json::Value =
+        serde_json::from_slice(&fs::read(dir.join("texts.json")).expect("it was made")).expect("JSON");
+    let server = Server::of_model(&dir).flag("--capture-layers", "1,2,3").start().await;
+    let mut compared = 0;
+    for text in texts.as_array().expect("a list") {
+        let ids: Vec<i64> = serde_json::from_value(text["ids"].clone()).expect("IDs");
+        if ids.is_empty() || ids.len() > 100 {
+            continue;
+        }
+        let rid = RequestId::new();
+        let body = json!({"rid": rid, "text": text["text"], "sampling_params": {"max_new_tokens": 2, "temperature": 0},
+                          "return_prompt_token_ids": true});
+        let reply = server.client().generate(&body).await.expect(200).json();
+        assert_eq!(reply["prompt_token_ids"], text["ids"], "{}", text["text"]);
+        assert!(reply["text"].is_string());
+        assert_eq!(server.dumps().read(rid).token_ids, ids);
+        compared += 1;
+    }
+    assert!(compared > 20, "{compared} texts");
+}

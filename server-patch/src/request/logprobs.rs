@@ -112,7 +112,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn fields(json: Value) -> LogprobFields {
+    fn fields(json: &Value) -> LogprobFields {
         let of = |key: &str| json.get(key).cloned().unwrap_or_default();
         let (wanted, start, top) = (of("return_logprob"), of("logprob_start_len"), of("top_logprobs_num"));
         LogprobFields { wanted, start, top, token_ids: of("token_ids_logprob"), text: false }
@@ -123,12 +123,12 @@ mod tests {
         let one = |prompt_from, top, token_ids: Option<Vec<i64>>| {
             Some(LogprobRequest { prompt_from, top, token_ids, text: false })
         };
-        assert_eq!(fields(json!({})).check(false, 1).unwrap(), [None]);
+        assert_eq!(fields(&json!({})).check(false, 1).unwrap(), [None]);
         let all = json!({"return_logprob": true, "logprob_start_len": 2, "top_logprobs_num": 3, "token_ids_logprob": [5, 6]});
         let expected = one(Some(2), 3, Some(vec![5, 6]));
-        assert_eq!(fields(all).check(true, 2).unwrap(), [expected.clone(), expected]);
+        assert_eq!(fields(&all).check(true, 2).unwrap(), [expected.clone(), expected]);
         let each = json!({"return_logprob": [true, false, true], "logprob_start_len": [-1, 0, 0], "token_ids_logprob": [[1], null, [2]]});
-        let found = fields(each).check(true, 3).unwrap();
+        let found = fields(&each).check(true, 3).unwrap();
         assert_eq!(found, [one(None, 0, Some(vec![1])), None, one(Some(0), 0, Some(vec![2]))]);
     }
 
@@ -152,7 +152,7 @@ mod tests {
             ),
             (json!({"token_ids_logprob": 5}), true, "`token_ids_logprob` is 5"),
         ] {
-            let error = fields(json).check(batch, if batch { 2 } else { 1 }).unwrap_err().to_string();
+            let error = fields(&json).check(batch, if batch { 2 } else { 1 }).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         }
     }
