@@ -10,6 +10,7 @@ use crate::body::Budget;
 use crate::config::{Args, InvalidConfig, dump_dirs};
 use crate::metrics::Metrics;
 use crate::orphans::{Orphans, Sweeper};
+use crate::page::Page;
 use crate::table::Table;
 use crate::upstream::{Upstream, Upstreams};
 
@@ -30,6 +31,8 @@ pub struct App {
     pub memory: Budget,
     /// Every dump directory once.
     pub dump_dirs: Vec<Arc<Path>>,
+    /// What the status page knows.
+    pub page: Page,
     draining: AtomicBool,
     cutting: AtomicBool,
 }
@@ -62,6 +65,7 @@ impl App {
             orphans,
             memory: Budget::new(args.body_memory.0, metrics.body_memory.clone()),
             dump_dirs: dump_dirs(&args),
+            page: Page::default(),
             draining: AtomicBool::new(false),
             cutting: AtomicBool::new(false),
             metrics,

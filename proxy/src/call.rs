@@ -12,6 +12,7 @@ use crate::app::App;
 use crate::config::ClientIds;
 use crate::headers;
 use crate::metrics::{Abort, Class, Label, Phase, Route};
+use crate::page::{self, RecentError};
 use crate::tag::Endpoint;
 
 /// Counts one request as in flight until dropped, then records how it ended. The reply's body owns it, so a client that
@@ -33,6 +34,8 @@ pub struct Call {
     pub upstream: Option<String>,
     /// Status of the reply.
     pub status: StatusCode,
+    /// Why the proxy answered itself, in words.
+    pub why: Option<String>,
     /// Bytes of the reply's body so far.
     pub sent: u64,
     app: Arc<App>,
@@ -62,6 +65,7 @@ impl Call {
             phase: Phase::Reading,
             upstream: None,
             status: StatusCode::OK,
+            why: None,
             sent: 0,
             app: app.clone(),
             method: request.method().clone(),
@@ -90,6 +94,25 @@ impl Call {
         self.end.get_or_insert(Err(reason));
     }
 
+    /// Puts it among the last errors, if it is one.
+    fn remember(&mut self, outcome: Result<(), Abort>) {
+        let message = match (outcome, self.why.take()) {
+            (Err(Abort::ClientGone), _) => return,
+            (_, Some(why)) => why,
+            (Err(reason), None) => format!("cut off: {}", reason.text().replace('_', " ")),
+            (Ok(()), None) if self.status.is_server_error() => "the upstream's own answer".to_owned(),
+            (Ok(()), None) => return,
+        };
+        self.app.page.errors.push(RecentError {
+            time: page::now(),
+            request_id: self.id,
+            route: self.route.text(),
+            status: self.status.as_u16(),
+            upstream: self.upstream.clone(),
+            message,
+        });
+    }
+
     /// Whether the client asked for the head of the reply only.
     pub fn is_head(&self) -> bool {
         self.method == Method::HEAD
@@ -111,6 +134,7 @@ impl Drop for Call {
         if outcome == Err(Abort::ClientGone) {
             metrics.client_gone.at(self.phase).inc();
         }
+        self.remember(outcome);
         // The access log. The query is left out: it may carry keys.
         macro_rules! log {
             ($level:ident, $message:literal $(, $field:ident = $value:expr)*) => {

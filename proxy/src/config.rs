@@ -40,6 +40,10 @@ pub struct Args {
     #[arg(long, value_name = "ADDR")]
     pub metrics_addr: Option<SocketAddr>,
 
+    /// Do not serve the status page at /tether/, nor what it shows at /tether/status.
+    #[arg(long)]
+    pub no_page: bool,
+
     /// What to do with IDs that clients chose: `replace` them all, or `trust` those that are version 7 UUIDs.
     #[arg(long, value_name = "POLICY", default_value = "replace")]
     pub client_ids: ClientIds,

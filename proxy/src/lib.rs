@@ -19,6 +19,7 @@ pub mod headers;
 pub mod metrics;
 pub mod orphans;
 pub mod own;
+pub mod page;
 pub mod reply;
 pub mod server;
 pub mod service;

@@ -1,4 +1,4 @@
-//! The proxy's own paths: `/tether/…`, and `/metrics` unless it has an address of its own.
+//! The proxy's own paths: `/tether/…`, of which `/tether/` itself is the status page, and `/metrics` unless it has an address of its own.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,6 +15,7 @@ use crate::body::Spliced;
 use crate::dump_files;
 use crate::error::json_response;
 use crate::gate::error_chain;
+use crate::page::Page;
 use crate::reply::{FileBody, Kind};
 use crate::upstream;
 
@@ -28,6 +29,15 @@ pub async fn answer<B>(app: &Arc<App>, request: &Request<B>) -> Option<Response<
     Some(match (path, path.strip_prefix("dumps/")) {
         ("live", _) => text(json_response(StatusCode::OK, &json!({ "live": true }))),
         ("ready", _) => text(ready(app).await),
+        ("" | "status", _)
+            if !app.args.no_page && request.method() != Method::GET && request.method() != Method::HEAD =>
+        {
+            let mut response = problem(StatusCode::METHOD_NOT_ALLOWED, "GET and HEAD are supported");
+            response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+            text(response)
+        }
+        ("", _) if !app.args.no_page => text(Page::html()),
+        ("status", _) if !app.args.no_page => text(Page::status(app, request.uri().query()).await),
         (_, Some(id)) => dump(app, request.method(), id).await,
         _ => text(problem(StatusCode::NOT_FOUND, format!("the proxy has no path /tether/{path}"))),
     })

@@ -29,7 +29,8 @@ const MAX_HEADERS: usize = 256;
 /// kept as long as it is.
 const PROBE_AFTER: Duration = Duration::from_secs(60);
 
-/// How often connections to upstreams are looked at for those that were idle for too long.
+/// How often connections to upstreams are looked at for those that were idle for too long, and the status page's history
+/// gets a point.
 const TIDY: Duration = Duration::from_secs(1);
 
 /// What connections are told.
@@ -112,6 +113,7 @@ async fn tidy(app: Arc<App>) {
     loop {
         tokio::time::sleep(TIDY).await;
         app.upstreams.all().iter().for_each(|upstream| upstream.pool.close_idle());
+        app.page.sample(&app);
     }
 }
 

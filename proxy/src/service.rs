@@ -21,7 +21,7 @@ use crate::config::{ClientIds, OnMismatch};
 use crate::delivery::Delivery;
 use crate::dump_files;
 use crate::error::ProxyError;
-use crate::gate::{self, Expected};
+use crate::gate::{self, Expected, error_chain};
 use crate::headers;
 use crate::metrics::{Abort, IdSource, Label, Phase, Route};
 use crate::own;
@@ -66,6 +66,7 @@ pub async fn handle(app: &Arc<App>, request: Request<Incoming>, turn: Turn) -> R
     let reply = match result {
         Ok(reply) => reply,
         Err(error) => {
+            call.why = Some(error_chain(&error));
             if client_is_gone(&error) {
                 call.aborted(Abort::ClientGone);
             } else {
