@@ -290,6 +290,7 @@ fn job(
         token_ids: std::mem::take(&mut plan.token_ids),
         prompt_tokens: plan.prompt_tokens,
         max_new_tokens: plan.max_new_tokens,
+        flexible: plan.flexible,
         stop_ids: std::mem::take(&mut plan.stop_ids),
         stop_text: tokenizer.filter(|_| !plan.stop.is_empty()).map(|tokenizer| {
             let (tokenizer, strings) = (Arc::clone(tokenizer), plan.stop.clone());

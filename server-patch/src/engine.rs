@@ -37,6 +37,8 @@ pub struct Job {
     pub prompt_tokens: usize,
     /// Most tokens to generate; 0 runs the prompt only.
     pub max_new_tokens: usize,
+    /// Whether fewer are as good, where the KV budget has no room for so many.
+    pub flexible: bool,
     /// Tokens that end the text. The one that matched is the last of the output.
     pub stop_ids: Vec<i64>,
     /// Strings that end the text.

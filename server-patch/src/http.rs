@@ -17,6 +17,7 @@ use tether_telemetry::Begun;
 use crate::app::{App, CallId};
 use crate::error::ApiError;
 use crate::metrics::{Metrics, Outcome};
+use crate::openai::{self, Form};
 use crate::plan::Originals;
 
 /// Longest request body, as at the proxy.
@@ -45,14 +46,38 @@ impl App {
         let path = request.uri().path().to_owned();
         let allowed = match path.as_str() {
             "/generate" | "/abort_request" => "POST, PUT",
-            "/health" | "/get_model_info" | "/model_info" | "/v1/models" | "/metrics" => "GET, HEAD",
+            "/v1/completions"
+            | "/v1/chat/completions"
+            | "/v1/chat/completions/render"
+            | "/tokenize"
+            | "/v1/tokenize"
+            | "/detokenize"
+            | "/v1/detokenize" => "POST",
+            "/flush_cache" => "GET, HEAD, POST",
+            "/" | "/ping" | "/ready" | "/health" | "/get_model_info" | "/model_info" | "/v1/models"
+            | "/metrics" => "GET, HEAD",
             _ => return plain(error_reply(&ApiError::NotFound)),
         };
         if !allowed.split(", ").any(|allowed| allowed == method.as_str()) {
             return plain(error_reply(&ApiError::MethodNotAllowed { allowed }));
         }
         match path.as_str() {
-            "/generate" => self.generate_route(request).await,
+            "/generate" => self.generate_route(request, None).await,
+            "/v1/completions" => self.generate_route(request, Some(Form::Completion)).await,
+            "/v1/chat/completions" => self.generate_route(request, Some(Form::Chat)).await,
+            "/v1/chat/completions/render" => {
+                plain(self.render_route(request).await.unwrap_or_else(|error| openai_error(&error)))
+            }
+            "/tokenize" | "/v1/tokenize" | "/detokenize" | "/v1/detokenize" => {
+                plain(self.tokens_route(request, &path).await.unwrap_or_else(|error| openai_error(&error)))
+            }
+            "/" => plain(json_reply(StatusCode::OK, &json!("tether-server is running"))),
+            "/flush_cache" => plain(typed(
+                StatusCode::OK,
+                "text/plain; charset=utf-8",
+                "There is no prefix cache to flush.\n".into(),
+            )),
+            "/ping" | "/ready" => plain(self.health()),
             "/abort_request" => {
                 plain(self.abort_route(request).await.unwrap_or_else(|error| error_reply(&error)))
             }
@@ -63,7 +88,12 @@ impl App {
         }
     }
 
-    async fn generate_route<B>(self: Arc<Self>, request: Request<B>) -> Response<ReplyBody>
+    /// `/generate`, or one of OpenAI's forms of it.
+    async fn generate_route<B>(
+        self: Arc<Self>,
+        request: Request<B>,
+        form: Option<Form>,
+    ) -> Response<ReplyBody>
     where
         B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin,
     {
@@ -76,7 +106,16 @@ impl App {
             let originals =
                 Originals::read(request.headers().get(CLIENT_REQUEST_ID).map(HeaderValue::as_bytes));
             let body = read_body(request.into_body(), MAX_BODY).await?;
-            self.generate(body, &mut call_id, originals, started).await
+            let Some(form) = form else {
+                return self.generate(body, &mut call_id, originals, started).await;
+            };
+            let call = self.openai_call(form, body).await?;
+            let inner = call.body.to_string().into();
+            let mut generated = self.generate(inner, &mut call_id, originals, started).await?;
+            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+            let text = |ids: &serde_json::Value| self.text_of(ids);
+            generated.body = call.reply(&generated.body, now.as_secs(), text);
+            Ok(generated)
         };
         let result = result.await;
         let request_id = call_id.as_str();
@@ -101,13 +140,121 @@ impl App {
                     StatusCode::SERVICE_UNAVAILABLE => Outcome::Overloaded,
                     _ => Outcome::Refused,
                 };
-                (error_reply(error), outcome)
+                let reply = if form.is_some() { openai_error(error) } else { error_reply(error) };
+                (reply, outcome)
             }
         };
         if let Ok(id) = HeaderValue::from_str(request_id) {
             response.headers_mut().insert(REQUEST_ID, id);
         }
         response.map(|body| Tracked::new(body, Some((in_flight, outcome))))
+    }
+
+    /// Reads a body of one of OpenAI's routes, off the threads that serve connections: it may be long.
+    async fn openai_call(self: &Arc<Self>, form: Form, body: Bytes) -> Result<openai::Call, ApiError> {
+        let app = Arc::clone(self);
+        let read = move || {
+            let planner = &app.planner;
+            match form {
+                Form::Completion => openai::Call::completion(&body, &planner.model.name),
+                Form::Chat => openai::Call::chat(
+                    &body,
+                    &planner.model.name,
+                    planner.template.as_ref(),
+                    planner.tokenizer.as_deref(),
+                ),
+            }
+        };
+        let call = tokio::task::spawn_blocking(read).await;
+        call.map_err(|error| ApiError::StepFailed(format!("reading the request failed: {error}")))?
+    }
+
+    fn text_of(&self, ids: &serde_json::Value) -> String {
+        let ids: Vec<i64> =
+            ids.as_array().into_iter().flatten().filter_map(serde_json::Value::as_i64).collect();
+        let text = self.planner.tokenizer.as_ref().and_then(|tokenizer| tokenizer.decode(&ids, true).ok());
+        text.unwrap_or_default()
+    }
+
+    /// vLLM's `/v1/chat/completions/render`: the token IDs of a conversation.
+    async fn render_route<B>(&self, request: Request<B>) -> Result<Response<Full<Bytes>>, ApiError>
+    where
+        B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin,
+    {
+        json_content(request.headers())?;
+        let body = read_body(request.into_body(), MAX_BODY).await?;
+        let call = openai::Call::chat(
+            &body,
+            &self.planner.model.name,
+            self.planner.template.as_ref(),
+            self.planner.tokenizer.as_deref(),
+        )?;
+        let model = &self.planner.model.name;
+        Ok(json_reply(StatusCode::OK, &json!({"model": model, "token_ids": call.body["input_ids"]})))
+    }
+
+    /// `/tokenize` and `/detokenize`, for one text or several.
+    async fn tokens_route<B>(
+        &self,
+        request: Request<B>,
+        path: &str,
+    ) -> Result<Response<Full<Bytes>>, ApiError>
+    where
+        B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin,
+    {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum OneOrMany<T> {
+            One(T),
+            Many(Vec<T>),
+        }
+        #[derive(Deserialize)]
+        struct Texts {
+            prompt: OneOrMany<String>,
+            #[serde(default)]
+            add_special_tokens: Option<bool>,
+        }
+        #[derive(Deserialize)]
+        struct Tokens {
+            tokens: OneOrMany<Vec<i64>>,
+            #[serde(default)]
+            skip_special_tokens: Option<bool>,
+        }
+        json_content(request.headers())?;
+        let body = read_body(request.into_body(), MAX_BODY).await?;
+        let missing = || ApiError::Invalid("there is no tokenizer beside the model".to_owned());
+        let tokenizer = self.planner.tokenizer.as_ref().ok_or_else(missing)?;
+        let failed = |error: crate::tokenizer::TokenizerError| ApiError::Invalid(error.to_string());
+        let reply = if path.ends_with("/detokenize") {
+            let Tokens { tokens, skip_special_tokens } = serde_json::from_slice(&body)?;
+            let skip = skip_special_tokens.unwrap_or(true);
+            match tokens {
+                OneOrMany::One(ids) => json!({"text": tokenizer.decode(&ids, skip).map_err(failed)?}),
+                OneOrMany::Many(lists) => {
+                    let texts = lists.iter().map(|ids| tokenizer.decode(ids, skip).map_err(failed));
+                    json!({"text": texts.collect::<Result<Vec<_>, _>>()?})
+                }
+            }
+        } else {
+            let Texts { prompt, add_special_tokens } = serde_json::from_slice(&body)?;
+            let encode = |text: &String| match add_special_tokens.unwrap_or(true) {
+                true => tokenizer.encode(text).map_err(failed),
+                false => tokenizer.encode_bare(text).map_err(failed),
+            };
+            let context = self.planner.model.context;
+            match prompt {
+                OneOrMany::One(text) => {
+                    let ids = encode(&text)?;
+                    json!({"count": ids.len(), "tokens": ids, "max_model_len": context})
+                }
+                OneOrMany::Many(texts) => {
+                    let lists = texts.iter().map(encode).collect::<Result<Vec<_>, _>>()?;
+                    let counts: Vec<usize> = lists.iter().map(Vec::len).collect();
+                    json!({"count": counts, "tokens": lists, "max_model_len": context})
+                }
+            }
+        };
+        Ok(json_reply(StatusCode::OK, &reply))
     }
 
     async fn abort_route<B>(&self, request: Request<B>) -> Result<Response<Full<Bytes>>, ApiError>
@@ -225,6 +372,24 @@ fn error_reply(error: &ApiError) -> Response<Full<Bytes>> {
     }
     if let ApiError::MethodNotAllowed { allowed } = error {
         response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
+    }
+    response
+}
+
+/// An error in the one flat shape of OpenAI's routes.
+fn openai_error(error: &ApiError) -> Response<Full<Bytes>> {
+    let kind = match error.status() {
+        StatusCode::BAD_REQUEST => "BadRequestError",
+        StatusCode::SERVICE_UNAVAILABLE => "ServiceUnavailableError",
+        StatusCode::INTERNAL_SERVER_ERROR => "InternalServerError",
+        status => status.canonical_reason().unwrap_or("Error"),
+    };
+    let code = error.status().as_u16();
+    let body =
+        json!({"object": "error", "message": error.to_string(), "type": kind, "param": null, "code": code});
+    let mut response = json_reply(error.status(), &body);
+    if let Some(seconds) = error.retry_after() {
+        response.headers_mut().insert(RETRY_AFTER, seconds.into());
     }
     response
 }

@@ -18,6 +18,7 @@ pub mod identity;
 mod json;
 mod memory;
 pub mod metrics;
+pub mod openai;
 pub mod plan;
 mod reply;
 pub mod request;

@@ -9,6 +9,7 @@ use prometheus::Histogram;
 use tether_dump::{Dtype, DumpLayout, FinalState, Metadata, Rows, TokenHash};
 use tether_model::{CapturePoint, CaptureSpec};
 
+use crate::chat::ChatTemplate;
 use crate::error::ApiError;
 use crate::identity::Identity;
 use crate::request::{
@@ -72,6 +73,8 @@ pub struct Planner {
     pub defaults: CaptureDefaults,
     /// For text prompts.
     pub tokenizer: Option<Arc<Tokenizer>>,
+    /// For conversations.
+    pub template: Option<ChatTemplate>,
     /// Number format of the stored states; known once the model is loaded.
     pub dump_dtype: OnceLock<Dtype>,
     /// Name and version of this program, for the dump.
@@ -91,6 +94,8 @@ pub struct Plan {
     pub prompt_tokens: usize,
     /// Most tokens to generate.
     pub max_new_tokens: usize,
+    /// Whether that is only what the context has room for.
+    pub flexible: bool,
     /// Tokens that end the text.
     pub stop_ids: Vec<i64>,
     /// How tokens are chosen.
@@ -231,6 +236,7 @@ impl Planner {
         let skip_special_tokens = request.sampling.skip_special_tokens;
         let prompt_tokens = token_ids.len();
         let plan = Plan {
+            flexible: request.sampling.max_new_tokens == NewTokens::ToContext,
             stop: request.sampling.stop,
             no_stop_trim: request.sampling.no_stop_trim,
             sample: (0, 1),

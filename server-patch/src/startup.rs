@@ -2,7 +2,7 @@
 
 use std::future::pending;
 use std::mem::ManuallyDrop;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -15,6 +15,7 @@ use tokio::sync::oneshot;
 
 use crate::app::{App, Lifecycle};
 use crate::budget::Budget;
+use crate::chat::{ChatError, ChatTemplate};
 use crate::config::{Args, prepare_dump_dir};
 use crate::engine::{Engine, EngineOptions};
 use crate::identity::InFlightRids;
@@ -38,7 +39,7 @@ pub enum StartError {
     #[error("the tokenizer in --model {} cannot be used", dir.display())]
     Tokenizer {
         /// The checkpoint.
-        dir: std::path::PathBuf,
+        dir: PathBuf,
         /// Why.
         source: TokenizerError,
     },
@@ -54,9 +55,17 @@ pub enum StartError {
     #[error("cannot list --dump-dir {}", dir.display())]
     Scan {
         /// The directory.
-        dir: std::path::PathBuf,
+        dir: PathBuf,
         /// Why.
         source: std::io::Error,
+    },
+    /// The chat template.
+    #[error("the chat template in {} cannot be used", dir.display())]
+    Template {
+        /// The model directory.
+        dir: PathBuf,
+        /// Why.
+        source: ChatError,
     },
     /// The model.
     #[error(transparent)]
@@ -85,6 +94,8 @@ pub async fn run(args: Args) -> Result<(), StartError> {
     let tokenizer = Tokenizer::read(&args.model)
         .map_err(|source| StartError::Tokenizer { dir: args.model.clone(), source })?
         .map(Arc::new);
+    let template = ChatTemplate::read(&args.model)
+        .map_err(|source| StartError::Template { dir: args.model.clone(), source })?;
     let listener = TcpListener::bind(&args.listen)
         .await
         .map_err(|source| StartError::Listen { address: args.listen.clone(), source })?;
@@ -113,6 +124,7 @@ pub async fn run(args: Args) -> Result<(), StartError> {
         model,
         defaults,
         tokenizer,
+        template,
         dump_dtype: OnceLock::new(),
         server: format!("tether-server {}", env!("CARGO_PKG_VERSION")),
         tokenize_seconds: metrics.tokenize_seconds.clone(),

@@ -75,6 +75,7 @@ pub(crate) fn planner(mode: CaptureMode) -> Planner {
             layout: DumpLayout::File,
         },
         tokenizer: None,
+        template: None,
         dump_dtype: OnceLock::from(Dtype::Float32),
         server: "tether-server test".to_owned(),
     }

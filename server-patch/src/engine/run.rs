@@ -78,8 +78,14 @@ impl<M: StepModel> Running<'_, M> {
             })
             .collect();
         let others_decode = self.jobs.iter().any(Active::is_decoding);
-        while let Some(job) = waiting.front() {
+        while let Some(job) = waiting.front_mut() {
             let tokens = job.token_ids.len();
+            if job.flexible {
+                // One more than the cache has room for: the last token is never run.
+                let room = usize::try_from(self.options.kv_budget / self.bytes_per_token.max(1));
+                let room = room.unwrap_or(usize::MAX).saturating_add(1).saturating_sub(tokens);
+                job.max_new_tokens = job.max_new_tokens.min(room.max(1));
+            }
             let cache_bytes = self.bytes_per_token * (tokens + job.max_new_tokens).saturating_sub(1) as u64;
             let fits = cache_bytes <= self.options.kv_budget;
             let continued = job.max_new_tokens > 1;

@@ -49,6 +49,7 @@ impl Jobs {
             token_ids: plan.token_ids,
             prompt_tokens: plan.prompt_tokens,
             max_new_tokens: plan.max_new_tokens,
+            flexible: plan.flexible,
             stop_ids: plan.stop_ids,
             stop_text: None,
             sampling: plan.sampling,
@@ -225,6 +226,9 @@ fn texts_start_only_while_their_caches_fit_and_one_that_never_will_is_refused() 
     let (error, _) = jobs.run(&engine, &body(&[1; 10], 12, ""));
     let error = error.unwrap_err().to_string();
     assert!(error.contains("168 bytes") && error.contains("--kv-budget is 160"), "{error}");
+    // One that asks for as many tokens as there is room for gets them: 20 in the cache, and one more.
+    let all = r#"{"input_ids":[7,7,7,7,7,7,7,7,7,7],"sampling_params":{"max_new_tokens":null,"temperature":0,"ignore_eos":true}}"#;
+    assert_eq!(jobs.run(&engine, all).0.unwrap().output_ids.len(), 11);
     // As many tokens without being continued need no cache.
     jobs.run(&engine, &body(&[1; 30], 1, "")).0.unwrap();
     gate.close();
