@@ -234,6 +234,7 @@ class Load:
     """A load on a proxy that counts what it did and how it was answered."""
 
     proxy: str
+    # Empty for none.
     doubter: str
     statuses: dict[int, int] = field(default_factory=dict)
     # Of the doubter, where every reply is a mismatch.
@@ -287,7 +288,7 @@ class Load:
             self.ends.append(time.time())
             self.prompts += prompts
             self.tokens += tokens
-        if turn % 10 == 4:
+        if self.doubter and turn % 10 == 4:
             assert self.post(doubter, '{"input_ids": [1, 2, 3]}') == 502
             with self.lock:
                 self.doubted += 1
