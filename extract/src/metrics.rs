@@ -94,11 +94,14 @@ impl Label for FailureKind {
 /// The series. Cloning shares them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
-    state: Family<State, IntGauge>,
+    /// What the run is doing: one of them is 1.
+    pub state: Family<State, IntGauge>,
     /// Rows of the data set.
     pub rows: IntGauge,
-    samples: Family<Fate, IntGauge>,
-    tokens: Family<Fate, IntGauge>,
+    /// Rows by their fate.
+    pub samples: Family<Fate, IntGauge>,
+    /// Tokens by the fate of their rows.
+    pub tokens: Family<Fate, IntGauge>,
     /// Samples whose file this process wrote and recorded.
     pub written: IntCounter,
     /// Their tokens.

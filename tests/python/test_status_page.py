@@ -3,6 +3,7 @@
 import json
 import os
 import urllib.error
+import urllib.request
 from importlib.resources import files
 from pathlib import Path
 
@@ -141,6 +142,17 @@ def test_a_page_that_gets_no_answer_says_so(loaded, browser):
     finally:
         next(process for process in loaded.processes if process.name == "doubter").child.send_signal(18)
     eventually("and takes it back", lambda: browser.run('document.getElementById("lost").textContent') == "")
+
+
+def test_the_status_is_asked_for_in_one_way(loaded):
+    known = json.loads(get(loaded.proxy, "/tether/status"))
+    latest = known["history"][-1][0]
+    assert all(point[0] > latest for point in json.loads(get(loaded.proxy, f"/tether/status?since={latest}"))["history"])
+    for request, code in ((f"http://{loaded.proxy}/tether/status?since=yesterday", 400),
+                          (urllib.request.Request(f"http://{loaded.proxy}/tether/", b"x", method="POST"), 405)):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=30)
+        assert refused.value.code == code
 
 
 def test_the_page_can_be_turned_off(loaded, tmp_path):

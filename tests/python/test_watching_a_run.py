@@ -14,7 +14,7 @@ from pathlib import Path
 import metrics_doc
 import pytest
 import yaml
-from watched import GRAFANA, SCRAPE, Load, Stack, eventually, get, hang_up, program, samples
+from watched import GRAFANA, SCRAPE, Load, Stack, eventually, free_port, get, hang_up, program, samples
 
 # Expressions that may be without data in this test, and why.
 EMPTY = {
@@ -232,25 +232,53 @@ def test_series_do_not_multiply_with_what_clients_send_and_a_scrape_stays_small(
         assert "job-" not in after and "model-" not in after and "id-" not in after
 
 
+def test_buckets_reach_as_far_as_what_they_measure(watched):
+    """A request may take an hour: a percentile must not end at the last bucket before."""
+    reach = {"tether_proxy_request_duration_seconds": 3600, "tether_proxy_upstream_first_byte_seconds": 3600,
+             "tether_server_request_seconds": 3600, "tether_server_queue_seconds": 3600, "tether_server_step_seconds": 3600,
+             "tether_extract_request_seconds": 3600, "tether_proxy_gate_wait_seconds": 30, "tether_server_publish_seconds": 30,
+             "tether_extract_store_seconds": 60, "tether_proxy_request_body_bytes": 512e6}
+    text = "".join(watched.texts.values())
+    for name, most in reach.items():
+        bounds = sorted({float(le) for le in re.findall(rf'^{name}_bucket{{.*le="([^"]+)"', text, re.M)})
+        assert bounds[-1] == math.inf and bounds[-2] >= most, f"{name}: {bounds[-2]}"
+        assert all(high <= 6 * low for low, high in zip(bounds[1:-2], bounds[2:-1])), f"{name}: gaps in {bounds}"
+
+
+def test_a_run_that_waits_says_so_and_its_scrapes_are_small_and_cheap(watched, tmp_path):
+    stack = Stack(tmp_path)
+    stack.proxy = f"127.0.0.1:{free_port()}"
+    try:
+        process = stack.start_extraction(10)
+        state = ("tether_extract_state", frozenset({("state", "waiting")}))
+        eventually("it waits for the proxy", lambda: samples(get(stack.extract_metrics))[state] == 1)
+        text = get(stack.extract_metrics)
+        assert len(text) < 200_000
+        assert set(samples(text)) == set(samples(watched.texts["tether-extract"]))
+        assert cpu_of_a_scrape(process, stack.extract_metrics) <= 0.005
+    finally:
+        stack.end()
+
+
+def cpu_of_a_scrape(process, address: str, count: int = 200) -> float:
+    def used() -> float:
+        fields = Path(f"/proc/{process.child.pid}/stat").read_text().rsplit(") ", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    before = used()
+    for _ in range(count):
+        get(address)
+    cost = (used() - before) / count
+    print(f"{process.name}: {cost * 1000:.2f} ms of CPU a scrape")
+    return cost
+
+
 def test_a_scrape_costs_little_cpu(watched):
     """The bound is 5 ms; typical is a tenth of it."""
     stack = watched.stack
-    ticks = os.sysconf("SC_CLK_TCK")
-
-    def used(pid: int) -> float:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / ticks
-
     for process in stack.processes:
-        address = {"server": stack.server, "proxy": stack.proxy_metrics}.get(process.name)
-        if not address:
-            continue
-        count, before = 200, used(process.child.pid)
-        for _ in range(count):
-            get(address)
-        cost = (used(process.child.pid) - before) / count
-        print(f"{process.name}: {cost * 1000:.2f} ms of CPU a scrape")
-        assert cost <= 0.005, f"{process.name}: {cost * 1000:.2f} ms"
+        if address := {"server": stack.server, "proxy": stack.proxy_metrics}.get(process.name):
+            assert cpu_of_a_scrape(process, address) <= 0.005
 
 
 def test_promtool_finds_nothing_wrong_with_names_types_and_help(watched):

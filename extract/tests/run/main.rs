@@ -22,7 +22,8 @@ use tempfile::TempDir;
 use tether_extract::{
     dataset::RepeatedIds,
     format::{FormatName, Strategy, choose},
-    metrics::Metrics,
+    ledger::Ledger,
+    metrics::{Fate, Label, Metrics, Retry, State},
     plan::Wanted,
     progress::Terminal,
     report::Report,
@@ -30,6 +31,7 @@ use tether_extract::{
     run::{RunError, RunOptions, run},
     stop::Stop,
     stored::Depth,
+    tally::FailureKind,
     verify::{Verified, verify},
 };
 
@@ -85,12 +87,47 @@ impl Job {
     async fn run_until(&self, change: impl FnOnce(&mut RunOptions), stop: Stop) -> Result<Report, RunError> {
         let mut options = self.options();
         change(&mut options);
+        let (metrics, cut_off) = (options.metrics.clone(), options.on_step.is_some());
         let report = run(options, stop, &Terminal::default()).await?;
         assert!(report.adds_up(), "{report:?}");
+        self.assert_metrics_agree(&metrics, &report, cut_off);
         let leftovers: Vec<_> =
             self.files().into_iter().filter(|path| path.to_string_lossy().ends_with(".tmp")).collect();
         assert_eq!(leftovers, Vec::<PathBuf>::new());
         Ok(report)
+    }
+
+    /// What the metrics say at the end of a run is what its report and its ledger say, whatever happened in it.
+    fn assert_metrics_agree(&self, metrics: &Metrics, report: &Report, cut_off: bool) {
+        let counted = |counter: &prometheus::IntCounter| counter.get();
+        let failures: u64 = FailureKind::ALL.iter().map(|&kind| counted(metrics.failures.at(kind))).sum();
+        let retries: u64 = Retry::ALL.iter().map(|&reason| counted(metrics.retries.at(reason))).sum();
+        assert_eq!(
+            [counted(&metrics.written), failures, retries],
+            [report.written, report.failed, report.retries],
+            "{report:?}"
+        );
+        assert_eq!(
+            [&metrics.mismatches, &metrics.not_finite, &metrics.fetched, &metrics.left_behind].map(counted),
+            [report.mismatches, report.not_finite, report.fetched, report.dumps_left_behind],
+            "{report:?}"
+        );
+        assert_eq!(
+            (counted(&metrics.tokens_written), counted(&metrics.bytes_written)),
+            (report.tokens, report.bytes)
+        );
+        let fates = [report.written + report.already_done, report.pending, report.failed, report.left_out];
+        let shown = Fate::ALL.iter().map(|&fate| u64::try_from(metrics.samples.at(fate).get()).unwrap());
+        assert_eq!(shown.collect::<Vec<_>>(), fates, "{report:?}");
+        let state = if report.complete { State::Complete } else { State::Incomplete };
+        assert_eq!(metrics.state.at(state).get(), 1, "{report:?}");
+        assert_eq!((metrics.in_flight.get(), metrics.writing.get()), (0, 0));
+        if !cut_off {
+            let ledger = Ledger::open(&self.out()).unwrap();
+            let found = (metrics.ledger_samples.get(), metrics.ledger_dumps.get());
+            let lengths = (ledger.samples().unwrap().len(), ledger.leases().unwrap().len());
+            assert_eq!(found, (lengths.0 as i64, lengths.1 as i64), "{report:?}");
+        }
     }
 
     fn verify(&self) -> Verified {
