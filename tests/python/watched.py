@@ -241,7 +241,8 @@ class Load:
     doubted: int = 0
     prompts: int = 0
     tokens: int = 0
-    ends: list[float] = field(default_factory=list)
+    # When each refusal came: nobody else on this proxy is refused.
+    refused: list[float] = field(default_factory=list)
     stopping: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     threads: list[threading.Thread] = field(default_factory=list)
@@ -278,14 +279,15 @@ class Load:
         if turn % 5 == 2:
             body = {"text": "w1 w2 w3", "sampling_params": {"max_new_tokens": 0}}
             tokens = 0  # the proxy does not know how many a text has
-        if turn % 10 == 3:
+        if turn % 5 == 3:
             status = self.post(connection, '{"rid": "a", "rid": "b"}')
             prompts = tokens = 0
         else:
             status = self.post(connection, json.dumps(body))
         with self.lock:
             self.statuses[status] = self.statuses.get(status, 0) + 1
-            self.ends.append(time.time())
+            if status == 400:
+                self.refused.append(time.time())
             self.prompts += prompts
             self.tokens += tokens
         if self.doubter and turn % 10 == 4:
