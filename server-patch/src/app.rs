@@ -292,6 +292,7 @@ fn job(
         max_new_tokens: plan.max_new_tokens,
         flexible: plan.flexible,
         stop_ids: std::mem::take(&mut plan.stop_ids),
+        ends: std::mem::take(&mut plan.ends),
         stop_text: tokenizer.filter(|_| !plan.stop.is_empty()).map(|tokenizer| {
             let (tokenizer, strings) = (Arc::clone(tokenizer), plan.stop.clone());
             Box::new(StopStrings::new(tokenizer, plan.skip_special_tokens, strings)) as Box<dyn StopText>

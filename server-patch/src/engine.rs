@@ -41,6 +41,9 @@ pub struct Job {
     pub flexible: bool,
     /// Tokens that end the text. The one that matched is the last of the output.
     pub stop_ids: Vec<i64>,
+    /// Tokens that are kept from coming before `min_new_tokens`: the model's own ends, even if they end nothing here, and
+    /// those of `stop_ids`.
+    pub ends: Vec<i64>,
     /// Strings that end the text.
     pub stop_text: Option<Box<dyn StopText>>,
     /// How tokens are chosen.

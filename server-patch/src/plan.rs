@@ -98,6 +98,8 @@ pub struct Plan {
     pub flexible: bool,
     /// Tokens that end the text.
     pub stop_ids: Vec<i64>,
+    /// Tokens that are kept from coming before `min_new_tokens`.
+    pub ends: Vec<i64>,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
     /// Strings that end the text.
@@ -175,6 +177,7 @@ impl Planner {
             sample: (index, n),
             token_ids: plan.token_ids.clone(),
             stop_ids: plan.stop_ids.clone(),
+            ends: plan.ends.clone(),
             sampling: plan.sampling.clone(),
             stop: plan.stop.clone(),
             logprobs: plan.logprobs.clone(),
@@ -228,6 +231,7 @@ impl Planner {
             || request.logprobs.as_ref().is_some_and(|logprobs| logprobs.prompt_from.is_some());
         let prompt_token_ids = repeats_prompt.then(|| token_ids.clone());
         let mut stop_ids = request.sampling.stop_token_ids;
+        let ends = stop_ids.iter().chain(&self.model.eos_token_ids).copied().collect();
         if !request.sampling.ignore_eos {
             stop_ids.extend(&self.model.eos_token_ids);
         }
@@ -248,6 +252,7 @@ impl Planner {
             prompt_tokens,
             max_new_tokens,
             stop_ids,
+            ends,
             sampling: request.sampling.params,
             skip_special_tokens,
             capture,

@@ -26,7 +26,7 @@ pub struct SamplingParams {
     pub presence_penalty: f64,
     /// Divides (a negative one: multiplies) the logit of a token that was generated.
     pub repetition_penalty: f64,
-    /// No end of the text before so many tokens.
+    /// None of the ends of the text before so many tokens.
     pub min_new_tokens: usize,
     /// Added to these tokens' logits.
     pub logit_bias: Vec<(i64, f64)>,
@@ -118,8 +118,9 @@ impl Sampler {
         self.penalise(&mut logits);
         let greedy = self.params.temperature == 0.0 || self.params.top_k == Some(1);
         if !greedy {
-            let temperature = self.params.temperature as f32;
-            logits.iter_mut().for_each(|logit| *logit /= temperature);
+            // Neither an extreme temperature nor a quotient may leave the numbers: what is infinite could not be told apart.
+            let temperature = (self.params.temperature as f32).clamp(f32::MIN_POSITIVE, f32::MAX);
+            logits.iter_mut().for_each(|logit| *logit = (*logit / temperature).min(f32::MAX));
         }
         let (best, largest) = best(&logits)?;
         let token = if greedy { best } else { self.draw(&logits, largest) };
@@ -142,11 +143,11 @@ impl Sampler {
         }
         let mut add = |token: i64, bias: f32| {
             if let Some(logit) = usize::try_from(token).ok().and_then(|token| logits.get_mut(token)) {
-                *logit += bias;
+                *logit = (*logit + bias).min(f32::MAX);
             }
         };
         for &(token, bias) in &self.params.logit_bias {
-            add(token, bias as f32);
+            add(token, (bias as f32).clamp(f32::MIN, f32::MAX));
         }
         if self.generated < self.params.min_new_tokens {
             self.ends.iter().for_each(|&token| add(token, f32::NEG_INFINITY));
@@ -155,7 +156,8 @@ impl Sampler {
 
     /// A token by its probability, among those that are not cut off.
     fn draw(&mut self, logits: &[f32], largest: f32) -> i64 {
-        let weights: Vec<f64> = logits.iter().map(|&logit| f64::from(logit - largest).exp()).collect();
+        let weights: Vec<f64> =
+            logits.iter().map(|&logit| (f64::from(logit) - f64::from(largest)).exp()).collect();
         let sum: f64 = weights.iter().sum();
         let kept = self.kept(&weights, sum);
         let all: f64 = kept.iter().map(|&token| weights[token]).sum();
@@ -232,7 +234,7 @@ fn best(logits: &[f32]) -> Option<(i64, f32)> {
 }
 
 fn describe(logits: &[f32], largest: f32, token: i64, wanted: &Logprobs) -> TokenLogprob {
-    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
+    let sum: f64 = logits.iter().map(|&logit| (f64::from(logit) - f64::from(largest)).exp()).sum();
     let normaliser = f64::from(largest) + sum.ln();
     let of = |token: i64| {
         let logit = usize::try_from(token).ok().and_then(|token| logits.get(token));
@@ -368,6 +370,30 @@ mod tests {
         let tokens: Vec<i64> = (0..6).map(|_| sampler.pick(LOGITS.to_vec(), None).unwrap().token).collect();
         // 2.0, then 1.7, then 1.0 twice (tokens 0 and 2), 0.9, and 0.7 of token 4.
         assert_eq!(tokens, [2, 4, 0, 2, 6, 4]);
+    }
+
+    #[test]
+    fn extreme_numbers_leave_numbers() {
+        let wanted = Logprobs { prompt_from: None, top: 0, token_ids: vec![0] };
+        for (bias, temperature) in [(1e39, 0.0), (1e39, 1.0), (3e38, 1e-30), (f64::MAX, 1e39)] {
+            let params = SamplingParams {
+                logit_bias: vec![(3, bias)],
+                temperature,
+                seed: Some(1),
+                ..Default::default()
+            };
+            let picked = sampler(params).pick(LOGITS.to_vec(), Some(&wanted)).unwrap();
+            if temperature < 1e30 {
+                assert_eq!(picked.token, 3, "bias {bias}, temperature {temperature}");
+                assert_eq!(picked.logprob.unwrap().logprob, 0.0, "it is certain");
+            }
+        }
+        let flat =
+            SamplingParams { temperature: 1e39, min_new_tokens: 1, seed: Some(1), ..Default::default() };
+        let picked = sampler(flat).pick(LOGITS.to_vec(), Some(&wanted)).unwrap();
+        assert_ne!(picked.token, 7, "an end, before one token");
+        let expected = -(LOGITS.len() as f64 - 1.0).ln();
+        assert!((f64::from(picked.logprob.unwrap().logprob) - expected).abs() < 1e-5, "all others are alike");
     }
 
     #[test]

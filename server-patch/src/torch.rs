@@ -135,8 +135,8 @@ impl TorchModel {
 impl StepModel for TorchModel {
     type Cache = KvCache;
 
-    fn new_cache(&self) -> KvCache {
-        self.model.new_cache()
+    fn new_cache(&self, tokens: usize) -> KvCache {
+        self.model.new_cache_for(tokens)
     }
 
     fn cache_bytes_per_token(&self) -> u64 {

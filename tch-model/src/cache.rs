@@ -9,15 +9,18 @@ pub struct KvCache {
     /// `[capacity, latent]` of each layer.
     layers: Vec<Tensor>,
     len: i64,
+    /// Tokens that it is ever grown for ahead of need.
+    limit: i64,
 }
 
 /// Rows of the smallest cache. Below that, growing would cost more than the memory.
 const SMALLEST: i64 = 64;
 
 impl KvCache {
-    /// One without tokens, for layers on these devices.
-    pub(crate) fn new(devices: impl Iterator<Item = Device>, latent: i64, kind: Kind) -> Self {
-        Self { layers: devices.map(|device| Tensor::empty([0, latent], (kind, device))).collect(), len: 0 }
+    /// One without tokens, for layers on these devices and no more than `limit` tokens.
+    pub(crate) fn new(devices: impl Iterator<Item = Device>, latent: i64, kind: Kind, limit: i64) -> Self {
+        let layers = devices.map(|device| Tensor::empty([0, latent], (kind, device)));
+        Self { layers: layers.collect(), len: 0, limit }
     }
 
     /// Tokens in it.
@@ -44,14 +47,14 @@ impl KvCache {
         self.len = len as i64;
     }
 
-    /// Makes room for `more` tokens behind those there are, of `limit` at most, and gives handles to the layers' rows.
-    pub(crate) fn reserve(&mut self, more: i64, limit: i64) -> Vec<Tensor> {
+    /// Makes room for `more` tokens behind those there are, and gives handles to the layers' rows.
+    pub(crate) fn reserve(&mut self, more: i64) -> Vec<Tensor> {
         let needed = self.len + more;
         for layer in &mut self.layers {
             let (capacity, latent) = layer.size2().expect("rows of latents");
             if capacity < needed {
                 // Half as much again, so that appending a token at a time copies each row a few times only.
-                let capacity = needed.max(capacity + capacity / 2).max(SMALLEST).min(limit.max(needed));
+                let capacity = needed.max(capacity + capacity / 2).max(SMALLEST).min(self.limit.max(needed));
                 let larger = Tensor::empty([capacity, latent], (layer.kind(), layer.device()));
                 larger.narrow(0, 0, self.len).copy_(&layer.narrow(0, 0, self.len));
                 *layer = larger;
@@ -71,12 +74,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cache_grows_by_parts_keeps_its_rows_and_stays_within_the_context() {
-        let mut cache = KvCache::new([Device::Cpu; 2].into_iter(), 3, Kind::Float);
+    fn a_cache_grows_by_parts_keeps_its_rows_and_stays_within_its_limit() {
+        let mut cache = KvCache::new([Device::Cpu; 2].into_iter(), 3, Kind::Float, 200);
         let mut grown = 0;
         for token in 0..200i64 {
             let before = cache.bytes();
-            for layer in cache.reserve(1, 200) {
+            for layer in cache.reserve(1) {
                 layer.get(token).copy_(&Tensor::full([3], token as f64, (Kind::Float, Device::Cpu)));
             }
             cache.extend(1);
@@ -84,7 +87,7 @@ mod tests {
         }
         assert_eq!((cache.len(), cache.bytes()), (200, 2 * 200 * 3 * 4));
         assert!(grown <= 4, "it grew {grown} times");
-        for layer in cache.reserve(0, 200) {
+        for layer in cache.reserve(0) {
             let rows = Vec::<f32>::try_from(layer.select(1, 2)).unwrap();
             assert!(rows.iter().zip(0..).all(|(found, token)| *found == token as f32));
         }

@@ -272,7 +272,7 @@ impl Model {
             let mut reserve = |(sequence, rows): (&mut Sequence<'_>, &i64)| {
                 let cache = sequence.cache.as_mut()?;
                 let len = cache.len() as i64;
-                Some(Past { len, layers: cache.reserve(*rows, self.config.max_position_embeddings) })
+                Some(Past { len, layers: cache.reserve(*rows) })
             };
             let pasts = sequences.iter_mut().zip(&rows).map(&mut reserve).collect();
             let outputs = self.run(sequences, &batch, pasts, captures, &mut routes);
@@ -287,8 +287,16 @@ impl Model {
 
     /// A cache without tokens, for a sequence that is run in parts.
     pub fn new_cache(&self) -> KvCache {
+        self.new_cache_for(usize::MAX)
+    }
+
+    /// As [`new_cache`](Self::new_cache), for a sequence of no more than `tokens` tokens: it never takes more memory than
+    /// these fill.
+    pub fn new_cache_for(&self, tokens: usize) -> KvCache {
+        let positions = self.config.max_position_embeddings;
+        let limit = i64::try_from(tokens).unwrap_or(positions).min(positions);
         let devices = self.stages.iter().flat_map(|stage| stage.layers.clone().map(|_| stage.device));
-        KvCache::new(devices, self.latent_width(), self.products.activations(self.kind))
+        KvCache::new(devices, self.latent_width(), self.products.activations(self.kind), limit)
     }
 
     /// Bytes that a token takes in a cache, over all layers.

@@ -239,6 +239,10 @@ fn a_refused_pass_leaves_caches_as_they_were_and_the_context_ends_for_all_tokens
     let mut cache = model.new_cache();
     let _ = states(&model, &prompt[..30], Some(&mut cache));
     let bytes = cache.bytes();
+    let mut small = model.new_cache_for(31);
+    let _ = states(&model, &prompt[..30], Some(&mut small));
+    let _ = states(&model, &prompt[30..31], Some(&mut small));
+    assert_eq!(small.bytes(), 31 * model.cache_bytes_per_token(), "no more than was asked for");
     let refused = model.forward(&mut [
         Sequence { cache: Some(&mut cache), ..Sequence::new(&prompt[30..]) },
         Sequence::new(&[-1]),

@@ -201,5 +201,7 @@ fn started_with(name: &str, labels: &std::collections::BTreeMap<String, String>)
             .get(label)
             .is_some_and(|v| ["metrics", "health", "tether", "own", "other"].contains(&v.as_str()))
     };
-    name.contains("connections") || ["route", "endpoint", "path"].iter().any(|label| looked_at(label))
+    // A runtime is busy and a process takes time before anybody asks for anything.
+    let runs = name.contains("_tokio_") || name.contains("_process_");
+    runs || name.contains("connections") || ["route", "endpoint", "path"].iter().any(|label| looked_at(label))
 }

@@ -35,7 +35,8 @@ impl<C> Active<C> {
         }
         metrics.queue_seconds.observe(job.queued.elapsed().as_secs_f64());
         let tokens = std::mem::take(&mut job.token_ids);
-        let sampler = Sampler::new(std::mem::take(&mut job.sampling), job.stop_ids.clone(), job.sample);
+        let sampler =
+            Sampler::new(std::mem::take(&mut job.sampling), std::mem::take(&mut job.ends), job.sample);
         let logprobs = job.logprobs.is_some().then(DoneLogprobs::default);
         let (consumed, states) = (Vec::with_capacity(tokens.len()), Vec::new());
         Some(Self { job, kv_bytes, cache, tokens, consumed, states, sampler, logprobs })

@@ -86,7 +86,9 @@ impl<M: StepModel> Running<'_, M> {
                 let room = room.unwrap_or(usize::MAX).saturating_add(1).saturating_sub(tokens);
                 job.max_new_tokens = job.max_new_tokens.min(room.max(1));
             }
-            let cache_bytes = self.bytes_per_token * (tokens + job.max_new_tokens).saturating_sub(1) as u64;
+            // The last token is never run.
+            let cache_tokens = (tokens + job.max_new_tokens).saturating_sub(1).max(tokens);
+            let cache_bytes = self.bytes_per_token * cache_tokens as u64;
             let fits = cache_bytes <= self.options.kv_budget;
             let continued = job.max_new_tokens > 1;
             // A long prompt goes in whole where it holds nobody up, else in parts.
@@ -111,7 +113,7 @@ impl<M: StepModel> Running<'_, M> {
                 break;
             }
             let job = waiting.pop_front().expect("it was seen at the front");
-            let cache = cached.then(|| self.model.new_cache());
+            let cache = cached.then(|| self.model.new_cache(cache_tokens));
             if let Some(active) = Active::start(job, cache, kv_bytes, self.metrics) {
                 self.jobs.push_back(active);
                 parts.push(part);

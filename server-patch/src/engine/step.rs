@@ -9,8 +9,8 @@ pub trait StepModel: 'static {
     /// What later tokens of a sequence need of earlier ones.
     type Cache;
 
-    /// One without tokens.
-    fn new_cache(&self) -> Self::Cache;
+    /// One without tokens, that never takes more memory than `tokens` tokens fill.
+    fn new_cache(&self, tokens: usize) -> Self::Cache;
 
     /// Bytes that a token takes in a cache.
     fn cache_bytes_per_token(&self) -> u64;

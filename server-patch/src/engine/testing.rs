@@ -76,8 +76,8 @@ impl StepModel for FakeModel {
     /// The tokens.
     type Cache = Vec<i64>;
 
-    fn new_cache(&self) -> Vec<i64> {
-        Vec::new()
+    fn new_cache(&self, tokens: usize) -> Vec<i64> {
+        Vec::with_capacity(tokens)
     }
 
     fn cache_bytes_per_token(&self) -> u64 {

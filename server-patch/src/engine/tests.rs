@@ -51,6 +51,7 @@ impl Jobs {
             max_new_tokens: plan.max_new_tokens,
             flexible: plan.flexible,
             stop_ids: plan.stop_ids,
+            ends: plan.ends,
             stop_text: None,
             sampling: plan.sampling,
             sample: 0,
