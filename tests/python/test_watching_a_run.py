@@ -291,3 +291,45 @@ def test_promtool_finds_nothing_wrong_with_names_types_and_help(watched):
 def test_the_list_of_metrics_is_that_of_the_binaries(watched):
     assert metrics_doc.TABLE.read_text(encoding="utf-8") == metrics_doc.page(watched.texts), \
         "docs/metrics.md is not current; `cargo xtask dashboards` writes it"
+
+
+def test_a_restart_of_the_server_shows_as_no_fall_and_loses_no_count(watched):
+    """Last: the server's counters begin anew."""
+    stack = watched.stack
+    server = next(process for process in stack.processes if process.name == "server")
+    counter = "sum(tether_server_prompt_tokens_total)"
+
+    def scraped_since(moment: float) -> bool:
+        found = stack.api("query", query='timestamp(tether_server_ready)')["result"]
+        return bool(found) and float(found[0]["value"][1]) > moment
+
+    def work(requests: int) -> None:
+        connection = http.client.HTTPConnection(stack.proxy, timeout=60)
+        for _ in range(requests):
+            assert Load.post(connection, json.dumps({"input_ids": [5] * 50, "sampling_params": {"max_new_tokens": 0}})) == 200
+            time.sleep(0.02)
+        connection.close()
+        moment = time.time()
+        eventually("that was scraped", lambda: scraped_since(moment))
+
+    began, at_first = time.time(), stack.value(counter)
+    work(60)
+    first_life = stack.value(counter) - at_first
+    server.end()
+    server.begin()
+    server.up(stack.server, "/health")
+    work(60)
+    ended = time.time()
+    assert (first_life, stack.value(counter)) == (3000, 3000), "the counter itself starts anew"
+    window = f"{math.ceil(ended - began)}s"
+    assert stack.value(f"sum(resets(tether_server_prompt_tokens_total[{window}]))", at=ended) == 1
+    grown = stack.value(f"sum(increase(tether_server_prompt_tokens_total[{window}]))", at=ended)
+    # Prometheus extends what it saw by up to a scrape's interval at each end, which is much of a window so short.
+    extended = 1 + 2.2 * SCRAPE / (ended - began)
+    assert 0.95 < grown / 6000 < 1.05 * extended, (grown, extended)
+    # What the boards plot never falls below zero.
+    for where, expr, over_time in expressions():
+        if over_time and "rate(" in expr and where.startswith("tether-server"):
+            found = stack.api("query_range", query=runnable(expr), start=began, end=ended, step="1s")["result"]
+            low = [float(v) for series in found for _, v in series["values"] if math.isfinite(float(v))]
+            assert min(low, default=0) >= 0, f"{where}: {min(low)}"

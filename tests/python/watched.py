@@ -64,8 +64,12 @@ class Process:
     def __init__(self, folder: Path, name: str, *arguments):
         self.log = folder / f"{name}.log"
         self.name = name
-        with self.log.open("wb") as log:
-            self.child = subprocess.Popen([str(a) for a in arguments], stdout=log, stderr=subprocess.STDOUT)
+        self.arguments = [str(argument) for argument in arguments]
+        self.begin()
+
+    def begin(self) -> None:
+        with self.log.open("ab") as log:
+            self.child = subprocess.Popen(self.arguments, stdout=log, stderr=subprocess.STDOUT)
 
     def up(self, address: str, path: str) -> None:
         def probe():
