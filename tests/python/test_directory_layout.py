@@ -5,62 +5,21 @@ them with torch.load.
 """
 
 import json
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
+from one_server import Server
+from places import ROOT
 from safetensors import safe_open
 
-ROOT = Path(__file__).parents[2]
-SERVER = ROOT / "target" / "release" / "tether-server"
 MODEL = ROOT / ".tether" / "golden" / "tiny-v3"
-
-
-class Server:
-    """A server of its own dump directory, that dumps every request."""
-
-    def __init__(self, dumps: Path, layout: str):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = "http://127.0.0.1:%d" % probe.getsockname()[1]
-        self.dumps = dumps
-        self.process = subprocess.Popen(
-            [SERVER, "--model", MODEL, "--listen", self.address.removeprefix("http://"), "--dump-dir", dumps,
-             "--dump-layout", layout, "--capture", "all", "--dtype", "bfloat16"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-    def __enter__(self) -> "Server":
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                urllib.request.urlopen(self.address + "/health", timeout=5).read()
-                return self
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.05)
-        self.process.kill()
-        raise AssertionError(f"the server did not start: {self.process.communicate()[1]}")
-
-    def __exit__(self, *_) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def generate(self, ids: list[int], **capture) -> Path:
-        body = {"input_ids": ids, "capture": capture or True, "sampling_params": {"max_new_tokens": 0}}
-        request = urllib.request.Request(self.address + "/generate", json.dumps(body).encode(),
-                                         {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as reply:
-            return Path(json.load(reply)["meta_info"]["capture"]["path"])
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     folders, files = tmp_path_factory.mktemp("folders"), tmp_path_factory.mktemp("files")
-    with Server(folders, "directory") as old, Server(files, "file") as new:
+    flags = ["--dtype", "bfloat16", "--dump-layout"]
+    with Server(MODEL, folders, *flags, "directory") as old, Server(MODEL, files, *flags, "file") as new:
         yield old, new
 
 

@@ -1,8 +1,8 @@
 """SpecForge's own loader reads what tether-extract writes.
 
-Alone, the test serves dumps of random states out of this process, laid out from dump/FORMAT.md without Tether's code, and
-has the built tether-extract make files of them. With TETHER_SPECFORGE_DIR it checks that directory, the output of any
-run; then TETHER_SPECFORGE_DATA may name the data set it was made from.
+The test serves dumps of random states out of this process, laid out from dump/FORMAT.md without Tether's code, and has
+the built tether-extract make files of them. With TETHER_SPECFORGE_DIR it checks that directory too, the output of any
+run; then TETHER_SPECFORGE_DATA may name the data set it was made from. `cargo xtask test` names the demo's.
 """
 
 import json
@@ -18,14 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
+from places import binary
 from specforge.algorithms.eagle3.data import build_offline_collator, build_offline_normalizer, build_offline_reader
 from specforge.runtime.data_plane.feature_dataloader import FeatureDataLoader
 from specforge.runtime.data_plane.feature_store import LocalFeatureStore
 from specforge.runtime.data_plane.offline_reader import OfflineManifestReader, list_feature_files
 from specforge.training.vocab_mapping import count_effective_feature_tokens
 
-ROOT = Path(__file__).parents[2]
-BINARY = ROOT / "target" / "release" / "tether-extract"
 HIDDEN = 32
 POINTS = ["R2", "R4", "R5", "N"]
 KEYS = {"input_ids", "loss_mask", "hidden_state", "aux_hidden_state", "tether_request_id"}
@@ -121,13 +120,16 @@ class Extracted:
     states: dict[str, torch.Tensor] | None = None
 
 
-@pytest.fixture(scope="module")
-def extracted(tmp_path_factory) -> Extracted:
-    if given := os.environ.get("TETHER_SPECFORGE_DIR"):
+SOURCES = ["random", "given"] if os.environ.get("TETHER_SPECFORGE_DIR") else ["random"]
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def extracted(request, tmp_path_factory) -> Extracted:
+    if request.param == "given":
         data = os.environ.get("TETHER_SPECFORGE_DATA")
-        rows = [json.loads(line) for line in Path(data).read_text().splitlines() if line.strip()] if data else None
-        return Extracted(Path(given).resolve(), rows)
-    assert BINARY.is_file(), f"{BINARY} is not built; run `cargo build --release -p tether-extract`"
+        # Only a line feed ends a line of JSON; splitlines() knows other ends.
+        rows = [json.loads(line) for line in Path(data).read_text().split("\n") if line.strip()] if data else None
+        return Extracted(Path(os.environ["TETHER_SPECFORGE_DIR"]).resolve(), rows)
     folder = tmp_path_factory.mktemp("specforge")
     rows = [{"input_ids": [7 * row + place for place in range(2 + row * row % 23)]} for row in range(40)]
     for row in rows[::2]:
@@ -138,7 +140,7 @@ def extracted(tmp_path_factory) -> Extracted:
     server = Server(dumps)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
-    command = [BINARY, "run", "--proxy", address, "--data", data, "--out", folder / "out", "--format", "specforge"]
+    command = [binary("tether-extract"), "run", "--proxy", address, "--data", data, "--out", folder / "out", "--format", "specforge"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     server.shutdown()
     assert done.returncode == 0, done.stderr + done.stdout

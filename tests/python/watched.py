@@ -16,10 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import yaml
+from places import ROOT, binary
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-ROOT = Path(__file__).parents[2]
-BINARIES = ROOT / "target" / "release"
 MODEL = ROOT / ".tether" / "golden" / "tiny-v3"
 GRAFANA = ROOT / "grafana"
 VOCABULARY = 512
@@ -137,14 +136,14 @@ class Stack:
         self.dumps = self.folder / "dumps"
         self.dumps.mkdir()
         self.server = f"127.0.0.1:{free_port()}"
-        self.start(BINARIES / "tether-server", "--model", model(self.folder / "model"), "--listen", self.server,
+        self.start(binary("tether-server"), "--model", model(self.folder / "model"), "--listen", self.server,
                    "--dump-dir", self.dumps, "--threads", "1", name="server", address=self.server, path="/health")
 
     def start_proxy(self, *flags) -> None:
         self.proxy, self.proxy_metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
         # The second upstream refuses connections all the time.
         self.down = f"http://127.0.0.1:{free_port()}"
-        self.start(BINARIES / "tether-proxy", "--listen", self.proxy, "--metrics-addr", self.proxy_metrics,
+        self.start(binary("tether-proxy"), "--listen", self.proxy, "--metrics-addr", self.proxy_metrics,
                    "--upstream", f"http://{self.server}", "--upstream", self.down, "--dump-dir", self.dumps, *flags,
                    name="proxy", address=self.proxy, path="/tether/live")
 
@@ -152,7 +151,7 @@ class Stack:
         self.liar = ThreadingHTTPServer(("127.0.0.1", 0), Liar)
         threading.Thread(target=self.liar.serve_forever, daemon=True).start()
         self.doubter = f"127.0.0.1:{free_port()}"
-        self.start(BINARIES / "tether-proxy", "--listen", self.doubter, "--dump-wait", "50ms",
+        self.start(binary("tether-proxy"), "--listen", self.doubter, "--dump-wait", "50ms",
                    "--upstream", "http://127.0.0.1:%d" % self.liar.server_address[1], "--dump-dir", self.dumps,
                    name="doubter", address=self.doubter, path="/tether/live")
 
@@ -167,7 +166,7 @@ class Stack:
         self.out = self.folder / "states"
         self.textfile = self.folder / "run.prom"
         self.extract_metrics = f"127.0.0.1:{free_port()}"
-        return self.start(BINARIES / "tether-extract", "run", "--proxy", f"http://{self.proxy}", "--data", data,
+        return self.start(binary("tether-extract"), "run", "--proxy", f"http://{self.proxy}", "--data", data,
                           "--out", self.out, "--format", "specforge", "--concurrency", "2", "--points", "2,4,5",
                           "--metrics-addr", self.extract_metrics, "--metrics-textfile", self.textfile, *flags,
                           name="extract", address=self.extract_metrics, path="/metrics")

@@ -49,7 +49,7 @@ impl Extract {
         // Relative to where the user is, while everything we start runs in the checkout.
         let here =
             |path: &PathBuf| std::path::absolute(path).with_context(|| format!("path {}", path.display()));
-        let dir = workspace::root().join("target/bench");
+        let dir = workspace::output_dir("bench")?;
         let data = self.data.as_ref().map_or(Ok(demo::samples_file()), here)?;
         let tokens: usize = demo::read_samples(&data)?.iter().sum();
         if tokens == 0 {

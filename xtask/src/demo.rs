@@ -22,6 +22,9 @@ pub(crate) struct Args {
     /// Requests kept in flight.
     #[arg(long, value_name = "N", default_value_t = 32)]
     concurrency: usize,
+    /// Use the binaries that are there, as `cargo build --release --workspace` left them.
+    #[arg(long)]
+    no_build: bool,
 }
 
 /// The tokenizer and the dataset that ship with the demo.
@@ -62,11 +65,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let started = Instant::now();
     headline("Set-up");
     setup::minimal()?;
-    build()?;
+    if !args.no_build {
+        build()?;
+    }
     // Only now: until here Ctrl-C ends us and what we run at once, as it should.
     let interrupt = Interrupt::listen()?;
 
-    let dir = workspace::root().join("target/demo");
+    let dir = workspace::demo_dir()?;
     let places = Places { model: dir.join("model"), dumps: dir.join("dumps"), logs: dir.clone() };
     let out = dir.join("out");
     headline("Model and data");
@@ -83,9 +88,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
     headline("Extract");
     let mut stack = Stack::start(&places, &interrupt)?;
-    let mut extract = binary("tether-extract")?;
-    extract.args(["run", "--proxy", &stack.proxy_url(), "--data"]).arg(samples_file());
-    extract.arg("--out").arg(&out).args([
+    let mut client = binary("tether-extract")?;
+    client.args(["run", "--proxy", &stack.proxy_url(), "--data"]).arg(samples_file());
+    client.arg("--out").arg(&out).args([
         "--format",
         "specforge",
         "--concurrency",
@@ -95,12 +100,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         .command_lines()
         .into_iter()
         .map(str::to_owned)
-        .chain([process::show(&extract)])
+        .chain([process::show(&client)])
         .map(|line| line_broken(&line))
         .collect();
     println!("{}", commands.join("\n"));
     println!();
-    let took = stack.run(&mut extract)?;
+    let took = stack.run(&mut client)?;
 
     headline("Verify");
     let mut verify = binary("tether-extract")?;

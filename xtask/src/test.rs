@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 
-use crate::{prerequisites, process, python_env, setup};
+use crate::{demo, prerequisites, process, python_env, setup, workspace};
 
 /// Writes the references that the model's tests compare against into `.tether/golden/`.
 const GOLDEN_SCRIPT: &str = "tests/python/make_models.py";
@@ -36,6 +36,8 @@ enum Step {
     Clippy,
     /// `cargo build` of all binaries.
     Build,
+    /// The demo, whose output the Python tests then look at.
+    Demo,
     /// References for the exactness tests, made by transformers.
     Golden,
     /// `cargo test`.
@@ -49,7 +51,7 @@ impl Step {
         self.to_possible_value().expect("no step is hidden").get_name().to_owned()
     }
 
-    fn run(self, campaign: bool, tests: &mut Counts) -> Result<()> {
+    fn run(self, args: &Args, tests: &mut Counts) -> Result<()> {
         let cargo = |args: &str| {
             let mut cargo = process::cargo();
             cargo.args(args.split(' '));
@@ -58,7 +60,7 @@ impl Step {
         let python = || process::command(python_env::interpreter());
         // Scaled-down by default; a test that has a long form reads this.
         let sized = |mut command: Command| {
-            if campaign {
+            if args.campaign {
                 command.env("TETHER_CAMPAIGN", "1");
             }
             command
@@ -71,18 +73,36 @@ impl Step {
                 process::run(&mut cargo("clippy --release --workspace --all-targets -- -D warnings"))
             }
             Step::Build => process::run(&mut cargo("build --release --workspace")),
+            // A process of its own, which takes over the signals that end it. Not built anew: cargo would choose other
+            // features for the three binaries alone than for the workspace.
+            Step::Demo => process::run(
+                process::command(workspace::bin_dir()?.join("xtask")).args(["demo", "--no-build"]),
+            ),
             Step::Golden => process::run(python().arg(GOLDEN_SCRIPT)),
             Step::Rust => {
                 let mut command = sized(cargo("test --release --workspace"));
                 process::run_watched(&mut command, |line| tests.add_cargo(line))
             }
             Step::Python => {
-                let mut command = sized(python());
-                command.args(["-m", "pytest", "-p", "no:cacheprovider", "tests/python"]);
+                let mut command = sized(python_tests(args)?);
                 process::run_watched(&mut command, |line| tests.add_pytest(line))
             }
         }
     }
+}
+
+/// pytest, told where the binaries are and what the demo left.
+fn python_tests(args: &Args) -> Result<Command> {
+    let mut command = process::command(python_env::interpreter());
+    command.args(["-m", "pytest", "-p", "no:cacheprovider", "tests/python"]);
+    command.env("TETHER_BIN_DIR", workspace::bin_dir()?);
+    // A demo of some earlier day would say nothing about this build.
+    if !args.skip.contains(&Step::Demo) {
+        let dir = workspace::demo_dir()?;
+        command.env("TETHER_DEMO_DIR", &dir).env("TETHER_SPECFORGE_DIR", dir.join("out"));
+        command.env("TETHER_SPECFORGE_DATA", demo::samples_file());
+    }
+    Ok(command)
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -96,7 +116,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         }
         println!("\n== {} ==", step.name());
         let started = Instant::now();
-        let result = step.run(args.campaign, &mut tests);
+        let result = step.run(args, &mut tests);
         let outcome = if result.is_ok() { Outcome::Passed } else { Outcome::Failed };
         done.push((step, outcome(started.elapsed())));
         if let Err(error) = result {
@@ -196,6 +216,20 @@ mod tests {
         counts.add_pytest("1 failed, 5 passed in 2.00s");
         assert_eq!(counts, Counts { passed: 24, failed: 5, skipped: 2 });
         assert_eq!(counts.line(), "24 passed, 5 failed, 2 skipped");
+    }
+
+    #[test]
+    fn the_demo_runs_on_what_was_built_and_its_output_is_what_the_python_tests_look_at() {
+        let place = |wanted| Step::value_variants().iter().position(|&step| step == wanted).unwrap();
+        assert!(place(Step::Build) < place(Step::Demo) && place(Step::Demo) < place(Step::Python));
+        let told = |skip: &[Step]| {
+            let command = python_tests(&Args { campaign: false, skip: skip.to_vec() }).unwrap();
+            let names = command.get_envs().map(|(name, _)| name.to_string_lossy().into_owned());
+            names.filter(|name| name.starts_with("TETHER_")).collect::<Vec<_>>()
+        };
+        let all = ["TETHER_BIN_DIR", "TETHER_DEMO_DIR", "TETHER_SPECFORGE_DATA", "TETHER_SPECFORGE_DIR"];
+        assert_eq!(told(&[]), all);
+        assert_eq!(told(&[Step::Demo]), ["TETHER_BIN_DIR"]);
     }
 
     #[test]

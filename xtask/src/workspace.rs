@@ -21,6 +21,17 @@ pub(crate) fn bin_dir() -> Result<PathBuf> {
     Ok(own.parent().context("this program's own path has no folder")?.to_path_buf())
 }
 
+/// Where the demo leaves its model and its files: in cargo's target directory, wherever that is.
+pub(crate) fn demo_dir() -> Result<PathBuf> {
+    output_dir("demo")
+}
+
+/// A folder of ours beside the binaries' own.
+pub(crate) fn output_dir(name: &str) -> Result<PathBuf> {
+    let binaries = bin_dir()?;
+    Ok(binaries.parent().context("the folder of the binaries lies in none")?.join(name))
+}
+
 /// `path` as seen from the checkout, which is where every command is run and shown.
 pub(crate) fn relative(path: &Path) -> &Path {
     path.strip_prefix(root()).unwrap_or(path)
