@@ -6,4 +6,4 @@ mod spliced;
 
 pub use self::decode::{DecodeError, Encoding, decode, encodings};
 pub use self::read::{Budget, ReadError, Reserved, discard, read};
-pub use self::spliced::Spliced;
+pub use self::spliced::{Edit, Spliced};

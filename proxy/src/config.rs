@@ -48,6 +48,16 @@ pub struct Args {
     #[arg(long, value_name = "POLICY", default_value = "replace")]
     pub client_ids: ClientIds,
 
+    /// What the upstreams are: `tether` servers, or stock `sglang`. SGLang skips what its prefix cache already holds, and the
+    /// hidden states of those tokens would be missing: each prompt gets a `cache_salt` of its own, in place of the
+    /// client's. As SGLang drops the IDs of requests for several samples, `n` above 1 is then answered with 400.
+    #[arg(long, value_name = "KIND", default_value = "tether")]
+    pub upstream_kind: UpstreamKind,
+
+    /// Leave `cache_salt` as the client wrote it, for an SGLang server whose prefix cache is off.
+    #[arg(long)]
+    pub no_fresh_prefix: bool,
+
     /// What to do when a dump is missing or is not the request's: `fail` the reply with 502, or `warn` in a header.
     #[arg(long, value_name = "ACTION", default_value = "fail")]
     pub on_mismatch: OnMismatch,
@@ -107,6 +117,15 @@ pub enum ClientIds {
     Trust,
 }
 
+/// What the servers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum UpstreamKind {
+    /// This project's own server, which computes every prompt whole.
+    Tether,
+    /// SGLang, with a prefix cache.
+    Sglang,
+}
+
 /// What happens to a reply whose dump is missing or wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OnMismatch {
@@ -143,6 +162,9 @@ pub enum InvalidConfig {
         /// What the file system answered.
         source: std::io::Error,
     },
+    /// There is no salt to leave out.
+    #[error("--no-fresh-prefix needs --upstream-kind sglang: towards other servers nothing is injected")]
+    NoSalt,
     /// No body of the allowed length fits in the memory for bodies.
     #[error("--max-body {max_body} is more than --body-memory {body_memory}")]
     BodyMemory {
@@ -209,6 +231,9 @@ impl Args {
     pub fn resolve(mut self) -> Result<Self, InvalidConfig> {
         if self.max_body > self.body_memory {
             return Err(InvalidConfig::BodyMemory { max_body: self.max_body, body_memory: self.body_memory });
+        }
+        if self.no_fresh_prefix && self.upstream_kind != UpstreamKind::Sglang {
+            return Err(InvalidConfig::NoSalt);
         }
         for (index, spec) in self.upstream.iter().enumerate() {
             if self.upstream[..index].iter().any(|other| other.authority == spec.authority) {

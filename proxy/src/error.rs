@@ -33,6 +33,11 @@ pub enum ProxyError {
     /// Rows of generated tokens, of several samples of one prompt.
     #[error("`n` is {0} and `rows` is `all`: one dump cannot hold the generated tokens of several samples")]
     Samples(u64),
+    /// Several samples of one prompt, towards SGLang.
+    #[error(
+        "`n` is {0} and the upstreams are SGLang servers, which drop the IDs of such requests: send the prompt {0} times, or `n` of 1"
+    )]
+    SamplesOfSglang(u64),
     /// Not an abort.
     #[error(
         "the body of /abort_request is not accepted: {0}; expected {{\"rid\": string}} or {{\"abort_all\": true}}"
@@ -63,7 +68,7 @@ impl ProxyError {
             Self::Decode(DecodeError::Unsupported(_)) => {
                 (StatusCode::UNSUPPORTED_MEDIA_TYPE, Refusal::Encoding)
             }
-            Self::Samples(_) => (StatusCode::BAD_REQUEST, Refusal::Unsupported),
+            Self::Samples(_) | Self::SamplesOfSglang(_) => (StatusCode::BAD_REQUEST, Refusal::Unsupported),
             Self::Connect => (StatusCode::METHOD_NOT_ALLOWED, Refusal::Unsupported),
             Self::Read(error) | Self::Decode(DecodeError::Limit(error)) => match error {
                 ReadError::TooLong { .. } => (StatusCode::PAYLOAD_TOO_LARGE, Refusal::TooLarge),

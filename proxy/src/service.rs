@@ -14,10 +14,10 @@ use tracing::warn;
 
 use crate::abort;
 use crate::app::App;
-use crate::body::{self, ReadError, Reserved, Spliced};
+use crate::body::{self, Edit, ReadError, Reserved, Spliced};
 use crate::call::Call;
 use crate::client_io::Turn;
-use crate::config::{ClientIds, OnMismatch};
+use crate::config::{ClientIds, OnMismatch, UpstreamKind};
 use crate::delivery::Delivery;
 use crate::dump_files;
 use crate::error::ProxyError;
@@ -223,13 +223,27 @@ async fn read(
     };
     let read_tokens = app.args.upstream.iter().any(|spec| spec.dump_dir.is_some());
     let found = tag::find(endpoint, &whole, read_tokens)?;
+    let sglang = app.args.upstream_kind == UpstreamKind::Sglang;
+    if sglang && found.n > 1 {
+        return Err(ProxyError::SamplesOfSglang(found.n));
+    }
     let all_rows =
         found.prompts.iter().any(|prompt| prompt.capture.wanted && prompt.capture.rows == Rows::All);
     if found.n > 1 && all_rows {
         return Err(ProxyError::Samples(found.n));
     }
     let ids = choose_ids(app, call, &found);
-    let body = Spliced::new(&whole, &found.slot, &tag::rid_value(found.batch, ids.iter().copied()));
+    let value = tag::rid_value(found.batch, ids.iter().copied());
+    let rid = Edit { slot: &found.slot, key: "rid", value: &value };
+    let salted =
+        sglang && !app.args.no_fresh_prefix && found.prompts.iter().any(|prompt| prompt.capture.wanted);
+    let body = if salted {
+        // Not the IDs themselves: one that a client chose may come again, and would find its own prefix.
+        let value = tag::rid_value(found.batch, ids.iter().map(|_| RequestId::new()));
+        Spliced::new(&whole, [rid, Edit { slot: &found.salt, key: "cache_salt", value: &value }])
+    } else {
+        Spliced::new(&whole, [rid])
+    };
     set_ids(&mut headers, call);
     let Found { batch, prompts, client_rid, .. } = found;
     let client = client_rid.or_else(|| Some(ClientRid::of_header(call.client_id.as_ref()?)));

@@ -10,6 +10,7 @@
 //! | a key that decides identity twice (`rid`, `input_ids`, `text`, `prompt`, `n`, `capture`, …) | 400 |
 //! | escapes in keys | resolved: `"\u0072id"` is `rid` |
 //! | `rid` inside another object | untouched |
+//! | `cache_salt`, towards a server with a prefix cache | replaced, or inserted as the second member |
 //! | `rid` of `null` | replaced, as if it were not there |
 //! | `rid` of another type | replaced, and reported as the client's |
 //! | byte order mark, `NaN`, huge numbers, deep nesting, lone surrogates, invalid UTF-8 in strings | passed on |
@@ -68,6 +69,8 @@ pub enum InvalidBody {
 pub struct Found {
     /// Where the ID goes.
     pub slot: Slot,
+    /// Where `cache_salt` goes, for a server that keeps prefixes.
+    pub salt: Slot,
     /// The `rid` that the client wrote, unless `null`.
     pub client_rid: Option<ClientRid>,
     /// Whether the prompt is a list of prompts, so that `rid` must be a list too.
@@ -122,6 +125,17 @@ enum Field {
     SamplingParams,
     Capture,
     KvTransferParams,
+    CacheSalt,
+}
+
+impl Slot {
+    /// The bytes that make way; none where something is inserted.
+    pub fn range(&self) -> Range<usize> {
+        match self {
+            Self::Replace(range) => range.clone(),
+            Self::Insert { at, .. } => *at..*at,
+        }
+    }
 }
 
 impl Endpoint {
@@ -138,6 +152,7 @@ impl Endpoint {
     fn field(self, key: &[u8]) -> Option<(Field, &'static str)> {
         Some(match (key, self) {
             (b"rid", _) => (Field::Rid, "rid"),
+            (b"cache_salt", _) => (Field::CacheSalt, "cache_salt"),
             (b"capture", _) => (Field::Capture, "capture"),
             (b"kv_transfer_params", _) => (Field::KvTransferParams, "kv_transfer_params"),
             (b"input_ids", Self::Generate) => (Field::InputIds, "input_ids"),
@@ -166,7 +181,7 @@ pub fn find(endpoint: Endpoint, body: &[u8], read_tokens: bool) -> Result<Found,
     }
     let inside = cursor.at;
     let mut seen = 0u16;
-    let mut slot = None;
+    let (mut slot, mut salt) = (None, None);
     let mut client_rid = None;
     // `text` decides the shape where several are given, and `input_ids` give the tokens, as in SGLang.
     let (mut text, mut token_ids, mut embeds) = (None, None, None);
@@ -200,6 +215,7 @@ pub fn find(endpoint: Endpoint, body: &[u8], read_tokens: bool) -> Result<Found,
                         client_rid = fields::client_rid(value);
                         slot = Some(Slot::Replace(range));
                     }
+                    Field::CacheSalt => salt = Some(Slot::Replace(range)),
                     Field::N => n = fields::number(value).unwrap_or(1),
                     Field::SamplingParams => n = fields::samples(value),
                     Field::Capture => capture = Some(value),
@@ -215,8 +231,10 @@ pub fn find(endpoint: Endpoint, body: &[u8], read_tokens: bool) -> Result<Found,
     let given = merge(text, token_ids, embeds);
     let captures = fields::captures(capture, given.prompts.len(), rows.unwrap_or(Rows::Prompt));
     let prompts = given.prompts.into_iter().zip(captures);
+    let insert = Slot::Insert { at: inside, comma: !first };
     Ok(Found {
-        slot: slot.unwrap_or(Slot::Insert { at: inside, comma: !first }),
+        salt: salt.unwrap_or_else(|| insert.clone()),
+        slot: slot.unwrap_or(insert),
         client_rid,
         batch: given.batch,
         prompts: prompts.map(|((tokens, estimate), capture)| Prompt { tokens, estimate, capture }).collect(),

@@ -6,7 +6,7 @@ use serde_json::value::RawValue;
 use tether_dump::TokenHash;
 
 use super::*;
-use crate::body::Spliced;
+use crate::body::{Edit, Spliced};
 
 fn generate(body: &str) -> Result<Found, InvalidBody> {
     find(Endpoint::Generate, body.as_bytes(), true)
@@ -15,11 +15,9 @@ fn generate(body: &str) -> Result<Found, InvalidBody> {
 /// The body as it leaves the proxy.
 fn tagged(endpoint: Endpoint, body: &[u8], ids: &[RequestId]) -> Vec<u8> {
     let found = find(endpoint, body, true).unwrap();
-    let spliced = Spliced::new(
-        &Bytes::copy_from_slice(body),
-        &found.slot,
-        &rid_value(found.batch, ids.iter().copied()),
-    );
+    let value = rid_value(found.batch, ids.iter().copied());
+    let spliced =
+        Spliced::new(&Bytes::copy_from_slice(body), [Edit { slot: &found.slot, key: "rid", value: &value }]);
     spliced.into_segments().iter().flatten().copied().collect()
 }
 
@@ -83,6 +81,7 @@ fn a_key_that_decides_identity_may_not_be_there_twice() {
         (r#"{"rid":"a","\u0072id":"b"}"#, "rid"),
         (r#"{"text":"x","text":["x","y"]}"#, "text"),
         (r#"{"capture":false,"capture":true}"#, "capture"),
+        (r#"{"cache_salt":"a","cache\u005fsalt":"b"}"#, "cache_salt"),
     ] {
         assert_eq!(generate(body), Err(InvalidBody::Duplicate(key)), "{body}");
     }

@@ -9,5 +9,6 @@ mod framing;
 mod gate;
 mod identity;
 mod lifecycle;
+mod sglang;
 pub(crate) mod support;
 mod upstreams;
