@@ -8,6 +8,7 @@ use prometheus::Registry;
 
 use crate::body::Budget;
 use crate::config::{Args, InvalidConfig, dump_dirs};
+use crate::limits::Admission;
 use crate::metrics::Metrics;
 use crate::orphans::{Orphans, Sweeper};
 use crate::page::Page;
@@ -29,6 +30,8 @@ pub struct App {
     pub orphans: Orphans,
     /// Memory for request bodies.
     pub memory: Budget,
+    /// Turns for generations.
+    pub admission: Admission,
     /// Every dump directory once.
     pub dump_dirs: Vec<Arc<Path>>,
     /// What the status page knows.
@@ -64,6 +67,12 @@ impl App {
             table: Arc::default(),
             orphans,
             memory: Budget::new(args.body_memory.0, metrics.body_memory.clone()),
+            admission: Admission::new(
+                args.max_concurrent,
+                args.queue,
+                args.queue_timeout.0,
+                metrics.queued.clone(),
+            ),
             dump_dirs: dump_dirs(&args),
             page: Page::default(),
             draining: AtomicBool::new(false),

@@ -11,6 +11,7 @@ use tracing::{debug, info, warn};
 use crate::app::App;
 use crate::config::ClientIds;
 use crate::headers;
+use crate::limits::Permit;
 use crate::metrics::{Abort, Class, Label, Phase, Route};
 use crate::page::{self, RecentError};
 use crate::tag::Endpoint;
@@ -38,6 +39,8 @@ pub struct Call {
     pub why: Option<String>,
     /// Bytes of the reply's body so far.
     pub sent: u64,
+    /// Its turn, kept to the end of the reply.
+    pub permit: Option<Permit>,
     app: Arc<App>,
     method: Method,
     uri: Uri,
@@ -67,6 +70,7 @@ impl Call {
             status: StatusCode::OK,
             why: None,
             sent: 0,
+            permit: None,
             app: app.clone(),
             method: request.method().clone(),
             uri: request.uri().clone(),

@@ -74,6 +74,19 @@ pub struct Args {
     #[arg(long, value_name = "SIZE", default_value = "1GiB")]
     pub body_memory: ByteSize,
 
+    /// Most generations that run at once, from when they are read to the end of their reply; 0 for any number. More wait in
+    /// a queue. Other paths are not limited.
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = concurrency)]
+    pub max_concurrent: usize,
+
+    /// Most generations that wait for their turn. One more is answered with 429.
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    pub queue: usize,
+
+    /// How long one may wait. Then the answer is 503.
+    #[arg(long, value_name = "TIME", default_value = "60s")]
+    pub queue_timeout: Period,
+
     /// How long an upstream may stay silent, before and during a reply. Then the answer is 504, or the stream is cut.
     #[arg(long, value_name = "TIME", default_value = "1h")]
     pub upstream_timeout: Period,
@@ -249,6 +262,13 @@ impl Args {
         self.dump_dir = default;
         Ok(self)
     }
+}
+
+/// A number that a semaphore can hold.
+fn concurrency(text: &str) -> Result<usize, String> {
+    let most = tokio::sync::Semaphore::MAX_PERMITS;
+    let number = text.parse().ok().filter(|number| *number <= most);
+    number.ok_or_else(|| format!("expected a whole number from 0 to {most}"))
 }
 
 /// `dir` as an absolute path, made if it is not there: the server that fills it may start after us.

@@ -7,6 +7,7 @@ use tether_dump::RequestId;
 
 use crate::body::{DecodeError, ReadError};
 use crate::gate::{Failure, error_chain};
+use crate::limits::Busy;
 use crate::metrics::{Label, Refusal};
 use crate::table::InFlight;
 use crate::tag::InvalidBody;
@@ -49,6 +50,9 @@ pub enum ProxyError {
     /// The proxy is about to stop.
     #[error("the proxy is shutting down")]
     Draining,
+    /// There is no turn for it.
+    #[error(transparent)]
+    Busy(#[from] Busy),
     /// No reply.
     #[error(transparent)]
     Send(#[from] SendError),
@@ -77,6 +81,8 @@ impl ProxyError {
                 ReadError::Broken(_) => (StatusCode::BAD_REQUEST, Refusal::InvalidBody),
             },
             Self::InFlight(_) | Self::Published(_) => (StatusCode::CONFLICT, Refusal::Duplicate),
+            Self::Busy(Busy::Full { .. }) => (StatusCode::TOO_MANY_REQUESTS, Refusal::QueueFull),
+            Self::Busy(Busy::TimedOut { .. }) => (StatusCode::SERVICE_UNAVAILABLE, Refusal::QueueTimeout),
             Self::Draining => (StatusCode::SERVICE_UNAVAILABLE, Refusal::Draining),
             Self::Send(SendError::Silent { .. }) => (StatusCode::GATEWAY_TIMEOUT, Refusal::Upstream),
             Self::Send(_) => (StatusCode::BAD_GATEWAY, Refusal::Upstream),
@@ -105,7 +111,7 @@ impl ProxyError {
             }
         }
         let mut response = json_response(status, &json!({ "error": error }));
-        if status == StatusCode::SERVICE_UNAVAILABLE {
+        if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("1"));
         }
         if matches!(reason, Refusal::TooLarge | Refusal::Timeout | Refusal::NoMemory) {

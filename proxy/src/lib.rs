@@ -16,6 +16,7 @@ pub mod dump_files;
 pub mod error;
 pub mod gate;
 pub mod headers;
+pub mod limits;
 pub mod metrics;
 pub mod orphans;
 pub mod own;

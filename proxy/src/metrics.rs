@@ -45,6 +45,7 @@ labels! {
     /// How far a request had come.
     pub enum Phase: "phase" {
         Reading = "reading",
+        Queued = "queued",
         Waiting = "waiting",
         Gate = "gate",
         Replying = "replying",
@@ -125,6 +126,8 @@ labels! {
         Timeout = "timeout",
         Duplicate = "duplicate",
         Unsupported = "unsupported",
+        QueueFull = "queue_full",
+        QueueTimeout = "queue_timeout",
         Draining = "draining",
         Upstream = "upstream",
         Mismatch = "mismatch",
@@ -138,6 +141,8 @@ pub struct Metrics {
     pub received: Family<Route, IntCounter>,
     /// Requests accepted whose reply has not ended.
     pub in_flight: IntGauge,
+    /// Those of them that wait for their turn.
+    pub queued: IntGauge,
     /// The age of the oldest of them.
     pub oldest: OldestAge,
     /// Requests whose whole reply was handed to the socket.
@@ -225,6 +230,7 @@ impl Metrics {
                 "Requests whose head was read.",
             )?,
             in_flight: gauge(r, "tether_proxy_requests_in_flight", "Requests whose reply has not ended.")?,
+            queued: gauge(r, "tether_proxy_requests_queued", "Requests that wait for their turn.")?,
             oldest: OldestAge::register(
                 r,
                 "tether_proxy_oldest_request_seconds",

@@ -118,6 +118,10 @@ async fn forward(
     let endpoint = Endpoint::at(target.path()).filter(|_| method == Method::POST);
     let headers = std::mem::take(&mut parts.headers);
     let outgoing = read(app, call, endpoint, headers, incoming, &mut memory).await?;
+    if endpoint.is_some() {
+        call.phase = Phase::Queued;
+        call.permit = Some(app.admission.enter().await?);
+    }
     call.phase = Phase::Waiting;
 
     let Outgoing { headers, body, has_body, tagged } = outgoing;

@@ -11,4 +11,5 @@ mod identity;
 mod lifecycle;
 mod sglang;
 pub(crate) mod support;
+mod turns;
 mod upstreams;

@@ -365,6 +365,7 @@ impl Proxy {
             self.sum("tether_proxy_requests_answered_total")
                 + self.sum("tether_proxy_requests_aborted_total")
         );
+        assert_eq!(self.sum("tether_proxy_requests_queued"), 0.0);
         assert_eq!(self.sum("tether_proxy_body_memory_bytes"), 0.0);
         assert_eq!(self.sum("tether_proxy_upstream_requests_in_flight"), 0.0);
         assert_eq!(self.sum("tether_proxy_upstream_tokens_in_flight"), 0.0);
