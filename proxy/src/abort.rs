@@ -17,6 +17,7 @@ use tether_dump::RequestId;
 
 use crate::app::App;
 use crate::body;
+use crate::config::Balance;
 use crate::error::{ProxyError, json_response};
 use crate::gate::error_chain;
 use crate::upstream::{self, Upstream};
@@ -95,7 +96,7 @@ pub async fn ask(
 ) -> Result<StatusCode, upstream::SendError> {
     /// Such requests are answered at once or not at all.
     const LONGEST: std::time::Duration = std::time::Duration::from_secs(5);
-    let only = upstream::Upstreams::new(vec![upstream.clone()]);
+    let only = upstream::Upstreams::new(vec![upstream.clone()], Balance::LeastTokens);
     let mut load = upstream.load(0);
     let (reply, lease) = upstream::send(&only, &mut load, request, LONGEST, &app.metrics, |_| {}).await?;
     let status = reply.status();

@@ -59,11 +59,12 @@ impl App {
     pub fn new(args: Args) -> Result<(Arc<Self>, Sweeper), StartError> {
         let args = args.resolve()?;
         let metrics = Arc::new(Metrics::register(&Registry::new())?);
+        let make = |spec| Upstream::new(spec, args.limits(), args.connect_timeout.0, &metrics);
         let upstreams: Result<Vec<_>, _> =
-            args.upstream.iter().map(|spec| Upstream::new(spec, &metrics).map(Arc::new)).collect();
+            args.upstream.iter().map(|spec| make(spec).map(Arc::new)).collect();
         let (orphans, sweeper) = Orphans::new(metrics.clone());
         let app = Self {
-            upstreams: Upstreams::new(upstreams?),
+            upstreams: Upstreams::new(upstreams?, args.balance),
             table: Arc::default(),
             orphans,
             memory: Budget::new(args.body_memory.0, metrics.body_memory.clone()),

@@ -7,9 +7,10 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use clap::{Parser, ValueEnum};
-use http::uri::{Authority, Uri};
+use http::uri::{Authority, PathAndQuery, Uri};
 
 use crate::units::{ByteSize, Period};
+use crate::upstream::Limits;
 
 /// Gives every request of an LLM server an ID, and lets a reply through only once the hidden states it produced are on
 /// disk under that ID and belong to it.
@@ -26,10 +27,46 @@ pub struct Args {
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8000")]
     pub listen: SocketAddr,
 
-    /// Server to forward to, as http://host:port, optionally with `,dump-dir=DIR`. May be given several times: a request
-    /// goes to the one with the fewest prompt tokens in flight.
+    /// Server to forward to, as http://host:port, optionally with `,dump-dir=DIR`. May be given several times.
     #[arg(long, value_name = "URL[,dump-dir=DIR]", required = true)]
     pub upstream: Vec<UpstreamSpec>,
+
+    /// Which upstream gets a request: the one with the fewest prompt tokens in flight, or each in turn.
+    #[arg(long, value_name = "POLICY", default_value = "least-tokens")]
+    pub balance: Balance,
+
+    /// How long a connection to an upstream may take to open.
+    #[arg(long, value_name = "TIME", default_value = "10s")]
+    pub connect_timeout: Period,
+
+    /// How often each upstream is asked for its health; 0s for never. Up to a tenth is added by chance.
+    #[arg(long, value_name = "TIME", default_value = "5s")]
+    pub health_interval: Period,
+
+    /// What to ask an upstream for. A 2xx status passes.
+    #[arg(long, value_name = "PATH", default_value = "/health", value_parser = health_path)]
+    pub health_path: PathAndQuery,
+
+    /// How long the answer may take.
+    #[arg(long, value_name = "TIME", default_value = "5s")]
+    pub health_timeout: Period,
+
+    /// Failed health checks in a row after which an upstream gets no requests.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    pub health_failures: u32,
+
+    /// Passed health checks in a row after which it gets requests again.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    pub health_passes: u32,
+
+    /// Requests in a row that an upstream fails (no connection, no reply, a 5xx other than 503) before others are kept
+    /// away from it; 0 for never.
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub breaker_failures: u32,
+
+    /// How long they are kept away. Then one request is let through on trial.
+    #[arg(long, value_name = "TIME", default_value = "5s")]
+    pub breaker_open: Period,
 
     /// Directory where upstreams without one of their own publish their dumps, as mounted here. Without it replies are
     /// not checked.
@@ -137,6 +174,15 @@ pub enum UpstreamKind {
     Tether,
     /// SGLang, with a prefix cache.
     Sglang,
+}
+
+/// Which upstream gets a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Balance {
+    /// The one with the fewest prompt tokens in flight.
+    LeastTokens,
+    /// Each in turn.
+    RoundRobin,
 }
 
 /// What happens to a reply whose dump is missing or wrong.
@@ -262,6 +308,21 @@ impl Args {
         self.dump_dir = default;
         Ok(self)
     }
+
+    /// When an upstream is taken out and brought back.
+    pub fn limits(&self) -> Limits {
+        Limits {
+            failures: self.breaker_failures,
+            open: self.breaker_open.0,
+            failed_checks: self.health_failures,
+            passed_checks: self.health_passes,
+        }
+    }
+}
+
+fn health_path(text: &str) -> Result<PathAndQuery, String> {
+    let path = text.parse().ok().filter(|_| text.starts_with('/'));
+    path.ok_or_else(|| format!("`{text}` is not a path; expected one such as `/health`"))
 }
 
 /// A number that a semaphore can hold.
@@ -337,6 +398,14 @@ mod tests {
         assert_eq!(args.upstream[1].dump_dir.as_deref(), Some(&*own));
         assert!(all.is_dir() && own.is_dir());
         assert_eq!(dump_dirs(&args).len(), 2);
+    }
+
+    #[test]
+    fn a_health_path_begins_with_a_slash() {
+        let error = parse(&["--upstream", "http://a:1", "--health-path", "health"]).unwrap_err().to_string();
+        assert!(error.contains("expected one such as `/health`"), "{error}");
+        let args = parse(&["--upstream", "http://a:1", "--health-path", "/v1/models?x=1"]).unwrap();
+        assert_eq!(args.health_path.as_str(), "/v1/models?x=1");
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Why the proxy answers a request itself, and with which status.
 
+use std::time::Duration;
+
 use http::header::{CONNECTION, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, Response, StatusCode};
 use serde_json::{Value, json};
@@ -53,6 +55,14 @@ pub enum ProxyError {
     /// There is no turn for it.
     #[error(transparent)]
     Busy(#[from] Busy),
+    /// Health keeps requests away from every upstream.
+    #[error(
+        "no upstream is available: each fails its health checks or failed too often in a row; see /tether/ready"
+    )]
+    NoUpstream {
+        /// When one may be, at the earliest.
+        retry_after: Duration,
+    },
     /// No reply.
     #[error(transparent)]
     Send(#[from] SendError),
@@ -84,6 +94,7 @@ impl ProxyError {
             Self::Busy(Busy::Full { .. }) => (StatusCode::TOO_MANY_REQUESTS, Refusal::QueueFull),
             Self::Busy(Busy::TimedOut { .. }) => (StatusCode::SERVICE_UNAVAILABLE, Refusal::QueueTimeout),
             Self::Draining => (StatusCode::SERVICE_UNAVAILABLE, Refusal::Draining),
+            Self::NoUpstream { .. } => (StatusCode::SERVICE_UNAVAILABLE, Refusal::NoUpstream),
             Self::Send(SendError::Silent { .. }) => (StatusCode::GATEWAY_TIMEOUT, Refusal::Upstream),
             Self::Send(_) => (StatusCode::BAD_GATEWAY, Refusal::Upstream),
             Self::Gate(_) => (StatusCode::BAD_GATEWAY, Refusal::Mismatch),
@@ -112,7 +123,11 @@ impl ProxyError {
         }
         let mut response = json_response(status, &json!({ "error": error }));
         if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
-            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("1"));
+            let seconds = match self {
+                Self::NoUpstream { retry_after } => retry_after.as_secs_f64().ceil() as u64,
+                _ => 1,
+            };
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
         }
         if matches!(reason, Refusal::TooLarge | Refusal::Timeout | Refusal::NoMemory) {
             // The rest of the body is not read.

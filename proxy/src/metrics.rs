@@ -117,6 +117,14 @@ labels! {
 }
 
 labels! {
+    /// What came of a health check.
+    pub enum Check: "result" {
+        Passed = "passed",
+        Failed = "failed",
+    }
+}
+
+labels! {
     /// Why the proxy itself answered with an error.
     pub enum Refusal: "reason" {
         InvalidBody = "invalid_body",
@@ -130,6 +138,7 @@ labels! {
         QueueTimeout = "queue_timeout",
         Draining = "draining",
         Upstream = "upstream",
+        NoUpstream = "no_upstream",
         Mismatch = "mismatch",
     }
 }
@@ -195,8 +204,12 @@ pub struct UpstreamMetrics {
     pub in_flight: IntGauge,
     /// Prompt tokens it holds, some estimated.
     pub tokens_in_flight: IntGauge,
-    /// 0 for a short while after it refused a connection.
+    /// Whether it gets requests as any other.
     pub up: IntGauge,
+    /// Health checks.
+    pub checks: Family<Check, IntCounter>,
+    /// Times that its breaker opened.
+    pub breaker_opened: IntCounter,
     /// Connections opened.
     pub connections_opened: IntCounter,
 }
@@ -344,6 +357,11 @@ impl Metrics {
             "Connections opened to an upstream.",
         ))?;
         r.register(Box::new(connections_opened.clone()))?;
+        let breaker_opened = IntCounter::with_opts(label(
+            "tether_proxy_upstream_breaker_opened_total",
+            "Times that an upstream failed so often in a row that requests were kept away from it.",
+        ))?;
+        r.register(Box::new(breaker_opened.clone()))?;
         Ok(UpstreamMetrics {
             requests: Family::counters_with(
                 r,
@@ -359,9 +377,14 @@ impl Metrics {
             )?,
             up: gauge(
                 "tether_proxy_upstream_up",
-                "0 for a short while after an upstream refused a connection.",
+                "0 while an upstream fails its health checks, failed too often in a row, or lately refused a connection.",
             )?,
             connections_opened,
+            checks: Family::counters_with(
+                r,
+                label("tether_proxy_upstream_health_checks_total", "Health checks of an upstream."),
+            )?,
+            breaker_opened,
         })
     }
 

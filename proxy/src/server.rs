@@ -17,6 +17,7 @@ use crate::app::App;
 use crate::client_io::{ClientIo, Connection};
 use crate::orphans::Sweeper;
 use crate::reply::ReplyBody;
+use crate::upstream::{self, Upstream};
 use crate::{own, service};
 
 /// Most bytes in the head of a request; more is answered with 431.
@@ -55,6 +56,7 @@ pub async fn serve(
     let (orders, order) = watch::channel(Order::Go);
     let sweeper = tokio::spawn(sweeper.run());
     let tidy = tokio::spawn(tidy(app.clone()));
+    let checks = tokio::spawn(check_health(app.clone()));
     let metrics = metrics.map(|listener| tokio::spawn(serve_metrics(app.clone(), listener, order.clone())));
 
     tokio::select! {
@@ -94,6 +96,7 @@ pub async fn serve(
         metrics.abort();
     }
     tidy.abort();
+    checks.abort();
     sweeper.abort();
     let orphans = app.orphans.clone();
     if tokio::task::spawn_blocking(move || orphans.sweep()).await.is_err() {
@@ -115,6 +118,26 @@ async fn tidy(app: Arc<App>) {
         app.upstreams.all().iter().for_each(|upstream| upstream.pool.close_idle());
         app.page.sample(&app);
     }
+}
+
+/// Asks each upstream for its health, at the interval that is set.
+async fn check_health(app: Arc<App>) {
+    let args = &app.args;
+    if args.health_interval.0.is_zero() {
+        return;
+    }
+    let of_one = |upstream: &Arc<Upstream>| {
+        let upstream = upstream.clone();
+        async move {
+            loop {
+                // Many proxies that start together must not ask together.
+                tokio::time::sleep(args.health_interval.0.mul_f64(1.0 + rand::random_range(0.0..0.1))).await;
+                let result = upstream::check(&upstream, &args.health_path, args.health_timeout.0).await;
+                upstream.checked(result.as_ref().map(|()| ()).map_err(String::as_str));
+            }
+        }
+    };
+    futures_util::future::join_all(app.upstreams.all().iter().map(of_one)).await;
 }
 
 async fn accept(app: &Arc<App>, listener: &TcpListener, order: &watch::Receiver<Order>) {

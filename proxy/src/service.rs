@@ -28,7 +28,7 @@ use crate::own;
 use crate::reply::{Cut, Flow, HeldStream, Kind, ReplyBody, UpstreamBody};
 use crate::stated;
 use crate::tag::{self, ClientRid, Endpoint, Found, Prompt};
-use crate::upstream::{self, SendError};
+use crate::upstream::{self, SendError, Verdict};
 
 /// Longest reply that is read whole to find what it says of the prompt.
 const MAX_STATED: usize = 1 << 20;
@@ -127,7 +127,8 @@ async fn forward(
     let Outgoing { headers, body, has_body, tagged } = outgoing;
     let tokens =
         tagged.iter().flat_map(|tagged| &tagged.prompts).map(|prompt| prompt.estimate).sum::<u64>().max(1);
-    let chosen = app.upstreams.choose(None).clone();
+    let chosen = app.upstreams.choose(None).cloned();
+    let chosen = chosen.ok_or_else(|| ProxyError::NoUpstream { retry_after: app.upstreams.retry_after() })?;
     let mut load = chosen.load(tokens);
     let mut delivery = match &tagged {
         Some(tagged) => Some(enter(app, tagged, &chosen)?),
@@ -147,6 +148,12 @@ async fn forward(
     let result = upstream::send(&app.upstreams, &mut load, request, limit, &app.metrics, moved).await;
     let upstream = load.upstream().clone();
     call.upstream = Some(upstream.url().to_owned());
+    match &result {
+        Ok((reply, _)) => upstream.note(Verdict::of(reply.status())),
+        // A refused connection has been noted where it was refused.
+        Err(SendError::Unreachable { .. }) => {}
+        Err(_) => upstream.note(Verdict::Failure),
+    }
     let (reply, lease) = result?;
     app.metrics.first_byte.at(call.route).observe(sent.elapsed().as_secs_f64());
     // It has been sent; from here on only the reply counts.

@@ -135,10 +135,13 @@ mod tests {
 
     use super::*;
     use crate::metrics::Metrics;
+    use crate::upstream::Limits;
 
     fn upstream() -> Arc<Upstream> {
         let metrics = Metrics::register(&Registry::new()).unwrap();
-        Arc::new(Upstream::new(&"http://a:1".parse().unwrap(), &metrics).unwrap())
+        let spec = "http://a:1".parse().unwrap();
+        let connect = std::time::Duration::from_secs(1);
+        Arc::new(Upstream::new(&spec, Limits::default(), connect, &metrics).unwrap())
     }
 
     #[test]

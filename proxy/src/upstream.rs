@@ -1,6 +1,7 @@
 //! The servers behind the proxy: which one gets a request, and what it holds.
 
 mod exchange;
+mod health;
 mod pool;
 mod tcp;
 mod wire;
@@ -11,11 +12,13 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use http::uri::Authority;
+use tracing::{info, warn};
 
-pub use self::exchange::{Request, SendError, send};
+pub use self::exchange::{Request, SendError, check, send};
+pub use self::health::{Breaker, Health, Limits, Verdict};
 pub use self::pool::{Lease, Pool};
-use crate::config::UpstreamSpec;
-use crate::metrics::{Metrics, UpstreamMetrics};
+use crate::config::{Balance, UpstreamSpec};
+use crate::metrics::{Check, Metrics, UpstreamMetrics};
 
 /// For how long an upstream that refused a connection gets no request, if there is another.
 const REST: Duration = Duration::from_secs(1);
@@ -31,6 +34,8 @@ pub struct Upstream {
     pub pool: Pool,
     /// Its series.
     pub metrics: UpstreamMetrics,
+    /// Whether it works.
+    pub health: Health,
     url: String,
     tokens: AtomicU64,
     requests: AtomicU64,
@@ -43,6 +48,7 @@ pub struct Upstream {
 #[derive(Debug)]
 pub struct Upstreams {
     all: Vec<Arc<Upstream>>,
+    balance: Balance,
     /// Where to look first, so that equals take turns.
     turn: AtomicUsize,
 }
@@ -60,15 +66,21 @@ impl Upstream {
     ///
     /// # Errors
     /// Its series already exist.
-    pub fn new(spec: &UpstreamSpec, metrics: &Metrics) -> Result<Self, prometheus::Error> {
+    pub fn new(
+        spec: &UpstreamSpec,
+        limits: Limits,
+        connect: Duration,
+        metrics: &Metrics,
+    ) -> Result<Self, prometheus::Error> {
         let url = spec.to_string();
         let metrics = metrics.upstream(&url)?;
         metrics.up.set(1);
         Ok(Self {
             authority: spec.authority.clone(),
             dump_dir: spec.dump_dir.as_deref().map(Arc::from),
-            pool: Pool::new(spec.address()),
+            pool: Pool::new(spec.address(), connect),
             metrics,
+            health: Health::new(limits),
             url,
             tokens: AtomicU64::new(0),
             requests: AtomicU64::new(0),
@@ -91,18 +103,56 @@ impl Upstream {
         Load { upstream: self.clone(), tokens }
     }
 
-    /// Lets others go first for a while.
+    /// Notes what came of a request.
+    pub fn note(&self, verdict: Verdict) {
+        match self.health.note(verdict) {
+            Some(Breaker::Closed) => info!(upstream = self.url(), "upstream works again"),
+            Some(_) => {
+                self.metrics.breaker_opened.inc();
+                warn!(
+                    upstream = self.url(),
+                    "upstream failed too often in a row; it gets one request at a time on trial"
+                );
+            }
+            None => return,
+        }
+        self.tell();
+    }
+
+    /// Notes what came of a health check.
+    pub fn checked(&self, result: Result<(), &str>) {
+        let counter = if result.is_ok() { Check::Passed } else { Check::Failed };
+        self.metrics.checks.at(counter).inc();
+        match (self.health.checked(result.is_ok()), result) {
+            (Some(true), Err(why)) => {
+                warn!(upstream = self.url(), why, "upstream fails its health checks; it gets no requests");
+            }
+            (Some(_), _) => info!(upstream = self.url(), "upstream passes its health checks again"),
+            (None, _) => return,
+        }
+        self.tell();
+    }
+
+    /// Lets others go first for a while: it took no connection.
     fn rest(&self) {
         let until = self.started.elapsed() + REST;
         self.resting_until.store(until.as_millis() as u64, Ordering::Relaxed);
-        self.metrics.up.set(0);
+        self.note(Verdict::Failure);
+        self.tell();
     }
 
     /// Notes that it takes connections.
     fn awake(&self) {
         if self.resting_until.swap(0, Ordering::Relaxed) != 0 {
-            self.metrics.up.set(1);
+            self.tell();
         }
+    }
+
+    /// Exports whether it gets requests.
+    fn tell(&self) {
+        let resting = self.resting_until.load(Ordering::Relaxed) != 0;
+        let up = !resting && !self.health.is_out() && self.health.breaker() == Breaker::Closed;
+        self.metrics.up.set(i64::from(up));
     }
 
     fn is_resting(&self) -> bool {
@@ -129,9 +179,9 @@ impl Drop for Load {
 
 impl Upstreams {
     /// The servers of a configuration, at least one.
-    pub fn new(all: Vec<Arc<Upstream>>) -> Self {
+    pub fn new(all: Vec<Arc<Upstream>>, balance: Balance) -> Self {
         assert!(!all.is_empty(), "the configuration requires an upstream");
-        Self { all, turn: AtomicUsize::new(0) }
+        Self { all, balance, turn: AtomicUsize::new(0) }
     }
 
     /// All of them.
@@ -139,20 +189,36 @@ impl Upstreams {
         &self.all
     }
 
-    /// The one with the fewest prompt tokens in flight, other than `except` if there is another. One that lately refused a
-    /// connection is only taken if all did.
-    pub fn choose(&self, except: Option<&Arc<Upstream>>) -> &Arc<Upstream> {
-        if let [only] = &*self.all {
-            return only;
-        }
+    /// The one whose turn it is, other than `except`: the one with the fewest prompt tokens in flight, or simply the next.
+    /// One that lately refused a connection is only taken if all did. `None` if health keeps requests away from all.
+    pub fn choose(&self, except: Option<&Arc<Upstream>>) -> Option<&Arc<Upstream>> {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let in_turn = (0..self.all.len()).map(|i| &self.all[turn.wrapping_add(i) % self.all.len()]);
-        let others = in_turn.filter(|upstream| except.is_none_or(|except| !Arc::ptr_eq(upstream, except)));
-        let load = |upstream: &&Arc<Upstream>| {
-            let tokens = upstream.tokens.load(Ordering::Relaxed);
-            (upstream.is_resting(), tokens, upstream.requests.load(Ordering::Relaxed))
-        };
-        others.min_by_key(load).expect("of two or more upstreams one remains")
+        // Each round but the last lost a race for a trial, so the race is run again among fewer.
+        for _ in 0..=self.all.len() {
+            let in_turn = (0..self.all.len()).map(|i| &self.all[turn.wrapping_add(i) % self.all.len()]);
+            let open = in_turn
+                .filter(|upstream| except.is_none_or(|except| !Arc::ptr_eq(upstream, except)))
+                .filter(|upstream| upstream.health.allows());
+            let load = |upstream: &&Arc<Upstream>| match self.balance {
+                Balance::LeastTokens => {
+                    let tokens = upstream.tokens.load(Ordering::Relaxed);
+                    (upstream.is_resting(), tokens, upstream.requests.load(Ordering::Relaxed))
+                }
+                // The first of equals is taken, and they are in turn.
+                Balance::RoundRobin => (upstream.is_resting(), 0, 0),
+            };
+            let chosen = open.min_by_key(load)?;
+            if chosen.health.admit() {
+                return Some(chosen);
+            }
+        }
+        None
+    }
+
+    /// In how long a request that found no upstream may find one: the earliest trial, and at least a second.
+    pub fn retry_after(&self) -> Duration {
+        let trials = self.all.iter().filter(|upstream| !upstream.health.is_out());
+        trials.map(|upstream| upstream.health.wait()).min().unwrap_or_default().max(Duration::from_secs(1))
     }
 }
 
@@ -162,31 +228,61 @@ mod tests {
 
     use super::*;
 
-    fn upstreams(count: usize) -> Upstreams {
+    fn upstreams(count: usize, balance: Balance) -> Upstreams {
+        let limits = Limits { failures: 2, open: Duration::from_secs(3600), ..Limits::default() };
         let metrics = Metrics::register(&Registry::new()).unwrap();
         let specs = (0..count).map(|i| format!("http://u{i}:1").parse().unwrap());
-        Upstreams::new(specs.map(|spec| Arc::new(Upstream::new(&spec, &metrics).unwrap())).collect())
+        let make = |spec| Arc::new(Upstream::new(&spec, limits, Duration::from_secs(1), &metrics).unwrap());
+        Upstreams::new(specs.map(make).collect(), balance)
+    }
+
+    fn chosen(upstreams: &Upstreams) -> &str {
+        upstreams.choose(None).unwrap().url()
     }
 
     #[test]
     fn the_least_loaded_by_tokens_is_chosen() {
-        let upstreams = upstreams(3);
+        let upstreams = upstreams(3, Balance::LeastTokens);
         let loads: Vec<_> =
             upstreams.all().iter().zip([30, 10, 20]).map(|(u, tokens)| u.load(tokens)).collect();
-        assert_eq!(upstreams.choose(None).url(), "http://u1:1");
+        assert_eq!(chosen(&upstreams), "http://u1:1");
         drop(loads);
         assert_eq!(upstreams.all()[0].metrics.tokens_in_flight.get(), 0);
     }
 
     #[test]
     fn equals_take_turns_and_the_refused_one_rests() {
-        let upstreams = upstreams(2);
-        let chosen: Vec<_> = (0..4).map(|_| upstreams.choose(None).url().to_owned()).collect();
-        assert_eq!(chosen.iter().filter(|url| *url == "http://u0:1").count(), 2);
+        let upstreams = upstreams(2, Balance::LeastTokens);
+        let urls: Vec<_> = (0..4).map(|_| chosen(&upstreams)).collect();
+        assert_eq!(urls.iter().filter(|url| **url == "http://u0:1").count(), 2);
         let first = upstreams.all()[0].clone();
         first.rest();
-        assert!((0..4).all(|_| upstreams.choose(None).url() == "http://u1:1"));
+        assert!((0..4).all(|_| chosen(&upstreams) == "http://u1:1"));
         first.awake();
-        assert_eq!(upstreams.choose(Some(&upstreams.all()[1])).url(), "http://u0:1");
+        assert_eq!(upstreams.choose(Some(&upstreams.all()[1])).unwrap().url(), "http://u0:1");
+    }
+
+    #[test]
+    fn round_robin_takes_turns_whatever_the_load() {
+        let upstreams = upstreams(3, Balance::RoundRobin);
+        let _load = upstreams.all()[0].load(1000);
+        let urls: Vec<_> = (0..6).map(|_| chosen(&upstreams)).collect();
+        assert_eq!(urls, ["http://u0:1", "http://u1:1", "http://u2:1"].repeat(2));
+    }
+
+    #[test]
+    fn an_upstream_that_does_not_work_gets_nothing_and_none_left_is_said() {
+        let upstreams = upstreams(2, Balance::LeastTokens);
+        let [first, second] = [&upstreams.all()[0], &upstreams.all()[1]];
+        (0..2).for_each(|_| first.note(Verdict::Failure));
+        assert!((0..4).all(|_| chosen(&upstreams) == "http://u1:1"));
+        assert_eq!((first.metrics.up.get(), first.metrics.breaker_opened.get()), (0, 1));
+        (0..3).for_each(|_| second.checked(Err("404")));
+        assert!(upstreams.choose(None).is_none());
+        assert!(upstreams.retry_after() > Duration::from_secs(3000));
+        assert_eq!((second.metrics.up.get(), second.metrics.checks.at(Check::Failed).get()), (0, 3));
+        first.note(Verdict::Success);
+        assert_eq!(chosen(&upstreams), "http://u0:1");
+        assert_eq!(first.metrics.up.get(), 1);
     }
 }

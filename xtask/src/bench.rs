@@ -19,6 +19,8 @@ pub(crate) struct Args {
 #[derive(Subcommand)]
 enum What {
     Extract(Extract),
+    /// Bytes per second at which the proxy tags a body of 1 MB.
+    Tag,
 }
 
 /// Tokens per second of a whole extraction: client, proxy, server and files.
@@ -41,7 +43,14 @@ struct Extract {
 pub(crate) fn run(args: &Args) -> Result<()> {
     match &args.what {
         What::Extract(extract) => extract.run(),
+        What::Tag => tag(),
     }
+}
+
+fn tag() -> Result<()> {
+    let mut bench = process::cargo();
+    bench.args(["bench", "--package", "tether-proxy", "--bench", "tag"]);
+    process::run(&mut bench)
 }
 
 impl Extract {

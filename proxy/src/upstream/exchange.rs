@@ -124,7 +124,7 @@ async fn attempts(
         other => return other,
     };
     metrics.retries.at(Retry::Refused).inc();
-    let next = upstreams.choose(Some(&upstream));
+    let next = upstreams.choose(Some(&upstream)).unwrap_or(&upstream);
     info!(upstream = upstream.url(), error = %refused, next = next.url(), "no connection, trying once more");
     if !Arc::ptr_eq(next, &upstream) {
         upstream.metrics.requests.at(UpstreamOutcome::Unreachable).inc();
@@ -132,6 +132,28 @@ async fn attempts(
         moved(next);
     }
     on_new_connection(next, request).await
+}
+
+/// Asks `upstream` for `path` on a connection of its own, apart from the traffic and its series.
+///
+/// # Errors
+/// What is wrong, in words: no reply in `timeout`, or one with a status other than 2xx.
+pub async fn check(upstream: &Upstream, path: &PathAndQuery, timeout: Duration) -> Result<(), String> {
+    let work = async {
+        let connection = upstream.pool.connect().await.map_err(|error| error.to_string())?;
+        let request = Request {
+            method: Method::GET,
+            target: path.clone(),
+            headers: HeaderMap::new(),
+            body: Spliced::from(bytes::Bytes::new()),
+            has_body: false,
+        };
+        let reply = attempt(upstream, connection, request).await;
+        let (reply, _lease) = reply.map_err(|failure| failure.error.to_string())?;
+        if reply.status().is_success() { Ok(()) } else { Err(format!("status {}", reply.status())) }
+    };
+    let result = tokio::time::timeout(timeout, work).await;
+    result.unwrap_or_else(|_| Err(format!("no reply in {} s", timeout.as_secs_f64())))
 }
 
 async fn on_new_connection(

@@ -16,9 +16,6 @@ use crate::body::Spliced;
 /// connection that the other has just closed.
 const IDLE: Duration = Duration::from_secs(3);
 
-/// For how long a connection may take to open.
-const CONNECT: Duration = Duration::from_secs(10);
-
 /// Most header lines of a reply.
 const MAX_HEADERS: usize = 256;
 
@@ -26,6 +23,8 @@ const MAX_HEADERS: usize = 256;
 #[derive(Debug)]
 pub struct Pool {
     address: String,
+    /// For how long a connection may take to open.
+    connect: Duration,
     idle: Mutex<Vec<Idle>>,
 }
 
@@ -51,9 +50,9 @@ pub struct Lease {
 }
 
 impl Pool {
-    /// A pool for `address`, host and port.
-    pub fn new(address: String) -> Self {
-        Self { address, idle: Mutex::new(Vec::new()) }
+    /// A pool for `address`, host and port. A connection that is not open after `connect` has failed.
+    pub fn new(address: String, connect: Duration) -> Self {
+        Self { address, connect, idle: Mutex::new(Vec::new()) }
     }
 
     /// An idle connection that can be used at once, the last used first.
@@ -78,7 +77,7 @@ impl Pool {
 
     /// A new connection.
     pub(super) async fn connect(&self) -> io::Result<Connection> {
-        let stream = tokio::time::timeout(CONNECT, TcpStream::connect(&self.address))
+        let stream = tokio::time::timeout(self.connect, TcpStream::connect(&self.address))
             .await
             .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
         // Events of a stream and small requests must not wait for the acknowledgement of what went before.

@@ -7,6 +7,7 @@ mod client_gone;
 mod dumps;
 mod framing;
 mod gate;
+mod health;
 mod identity;
 mod lifecycle;
 mod sglang;
