@@ -5,7 +5,7 @@ use std::hint::black_box;
 use bytes::Bytes;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use tether_dump::RequestId;
-use tether_proxy::body::Spliced;
+use tether_proxy::body::{Edit, Spliced};
 use tether_proxy::tag::{self, Endpoint};
 
 /// IDs as a real prompt has them, of one to six digits and in no order that a branch predictor could learn.
@@ -21,7 +21,8 @@ fn body() -> Bytes {
 
 fn tag_one(body: &Bytes, read_tokens: bool) -> Spliced {
     let found = tag::find(Endpoint::Generate, body, read_tokens).expect("the body is an object");
-    Spliced::new(body, &found.slot, &tag::rid_value(found.batch, std::iter::once(RequestId::new())))
+    let value = tag::rid_value(found.batch, std::iter::once(RequestId::new()));
+    Spliced::new(body, [Edit { slot: &found.slot, key: "rid", value: &value }])
 }
 
 fn tagging(criterion: &mut Criterion) {
@@ -30,7 +31,7 @@ fn tagging(criterion: &mut Criterion) {
     group.throughput(Throughput::Bytes(body.len() as u64));
     group.bench_function("find and splice rid", |bench| bench.iter(|| tag_one(black_box(&body), false)));
     group.bench_function("and read and hash token IDs", |bench| {
-        bench.iter(|| tag_one(black_box(&body), true))
+        bench.iter(|| tag_one(black_box(&body), true));
     });
     group.finish();
 }

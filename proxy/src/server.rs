@@ -133,7 +133,7 @@ async fn check_health(app: Arc<App>) {
                 // Many proxies that start together must not ask together.
                 tokio::time::sleep(args.health_interval.0.mul_f64(1.0 + rand::random_range(0.0..0.1))).await;
                 let result = upstream::check(&upstream, &args.health_path, args.health_timeout.0).await;
-                upstream.checked(result.as_ref().map(|()| ()).map_err(String::as_str));
+                upstream.checked(&result);
             }
         }
     };

@@ -120,7 +120,7 @@ impl Upstream {
     }
 
     /// Notes what came of a health check.
-    pub fn checked(&self, result: Result<(), &str>) {
+    pub fn checked(&self, result: &Result<(), String>) {
         let counter = if result.is_ok() { Check::Passed } else { Check::Failed };
         self.metrics.checks.at(counter).inc();
         match (self.health.checked(result.is_ok()), result) {
@@ -277,7 +277,7 @@ mod tests {
         (0..2).for_each(|_| first.note(Verdict::Failure));
         assert!((0..4).all(|_| chosen(&upstreams) == "http://u1:1"));
         assert_eq!((first.metrics.up.get(), first.metrics.breaker_opened.get()), (0, 1));
-        (0..3).for_each(|_| second.checked(Err("404")));
+        (0..3).for_each(|_| second.checked(&Err("404".to_owned())));
         assert!(upstreams.choose(None).is_none());
         assert!(upstreams.retry_after() > Duration::from_secs(3000));
         assert_eq!((second.metrics.up.get(), second.metrics.checks.at(Check::Failed).get()), (0, 3));
