@@ -14,6 +14,8 @@ use crate::upstream::Upstream;
 pub struct Delivery {
     entered: Entered,
     captured: Vec<RequestId>,
+    /// IDs that a client sent before, whose dumps of then were still watched for.
+    watched: Vec<(RequestId, Arc<Path>)>,
     dir: Option<Arc<Path>>,
     orphans: Orphans,
     state: State,
@@ -23,14 +25,15 @@ pub struct Delivery {
 enum State {
     Underway,
     Delivered,
+    Refused,
     NoUse,
 }
 
 impl Delivery {
     /// For a request that is about to be sent to `upstream`. `captured` are those of its IDs that may get a dump.
     pub fn new(entered: Entered, captured: Vec<RequestId>, upstream: &Upstream, orphans: Orphans) -> Self {
-        captured.iter().for_each(|&id| orphans.forget(id));
-        Self { entered, captured, dir: upstream.dump_dir.clone(), orphans, state: State::Underway }
+        let watched = captured.iter().filter_map(|&id| Some((id, orphans.forget(id)?))).collect();
+        Self { entered, captured, watched, dir: upstream.dump_dir.clone(), orphans, state: State::Underway }
     }
 
     /// Where its dumps are looked for.
@@ -44,11 +47,17 @@ impl Delivery {
         self.dir = upstream.dump_dir.clone();
     }
 
-    /// Its dumps are the client's, or there are none.
+    /// Its dumps are the client's.
     pub fn delivered(&mut self) {
         if self.state == State::Underway {
             self.state = State::Delivered;
         }
+    }
+
+    /// The upstream refused it and computed nothing. A dump that is there under its ID is not its own: the client chose
+    /// the ID, and used it before.
+    pub fn was_refused(&mut self) {
+        self.state = State::Refused;
     }
 
     /// The reply is an error, whether it arrives or not: what was published before it, nobody will fetch.
@@ -59,8 +68,13 @@ impl Delivery {
 
 impl Drop for Delivery {
     fn drop(&mut self) {
-        if let (State::Underway | State::NoUse, Some(dir)) = (self.state, &self.dir) {
-            self.captured.iter().for_each(|&id| self.orphans.add(id, dir.clone()));
+        match (self.state, &self.dir) {
+            (State::Underway | State::NoUse, Some(dir)) => {
+                self.captured.iter().for_each(|&id| self.orphans.add(id, dir.clone()));
+            }
+            // The dump of the request before may still come.
+            (State::Refused, _) => self.watched.drain(..).for_each(|(id, dir)| self.orphans.add(id, dir)),
+            _ => {}
         }
     }
 }

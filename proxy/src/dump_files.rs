@@ -113,6 +113,24 @@ fn legacy_facts(dir: &Path, id: RequestId) -> Result<Option<Facts>, FactsError> 
     }))
 }
 
+/// The names of the files in the folder of `id`, sorted. `None` while it is not published.
+///
+/// # Errors
+/// It is there but cannot be read.
+pub fn legacy_files(dir: &Path, id: RequestId) -> io::Result<Option<Vec<String>>> {
+    let folder = legacy_path(dir, id);
+    if !folder.join("done").exists() {
+        return Ok(None);
+    }
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        // The server's own names are ASCII; another one could not be asked for.
+        names.extend(entry?.file_name().into_string());
+    }
+    names.sort();
+    Ok(Some(names))
+}
+
 /// Deletes the dump of `id`. Whether there was one.
 ///
 /// # Errors

@@ -13,7 +13,7 @@ pub const CLIENT_REQUEST_ID: HeaderName = HeaderName::from_static("x-client-requ
 pub const HIDDEN_STATES_PATH: HeaderName = HeaderName::from_static("x-hidden-states-path");
 /// What is wrong with the dump, in a reply that goes out all the same.
 pub const MISMATCH: HeaderName = HeaderName::from_static("x-tether-mismatch");
-/// `none` in an upstream's reply: there is no dump.
+/// In an upstream's reply, where not every prompt has a dump: `none`, or `dump` or `none` for each prompt.
 pub const CAPTURE: HeaderName = HeaderName::from_static("x-tether-capture");
 /// Asks another proxy in front of this one not to hold a stream back.
 pub const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");

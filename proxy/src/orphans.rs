@@ -61,11 +61,14 @@ impl Orphans {
         let _ = self.added.send(id);
     }
 
-    /// The dump of `id` is wanted again: the client has sent the same ID once more.
-    pub fn forget(&self, id: RequestId) {
-        if !self.watched.is_empty() && self.watched.remove(&id).is_some() {
-            self.metrics.orphans_watched.dec();
+    /// The dump of `id` is wanted again: the client has sent the same ID once more. Where it was watched for, if it was.
+    pub fn forget(&self, id: RequestId) -> Option<Arc<Path>> {
+        if self.watched.is_empty() {
+            return None;
         }
+        let (_, dir) = self.watched.remove(&id)?;
+        self.metrics.orphans_watched.dec();
+        Some(dir)
     }
 
     /// How many are remembered.

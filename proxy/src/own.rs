@@ -1,6 +1,5 @@
 //! The proxy's own paths: `/tether/…`, of which `/tether/` itself is the status page, and `/metrics` unless it has an address of its own.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use http::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE};
@@ -104,8 +103,10 @@ async fn ready(app: &Arc<App>) -> Response<String> {
     json_response(status, &json!({ "ready": ready, "draining": draining, "upstreams": upstreams }))
 }
 
-/// `GET`, `HEAD` and `DELETE` of one dump, for clients without the directory.
-async fn dump(app: &Arc<App>, method: &Method, id: &str) -> Response<Kind> {
+/// `GET`, `HEAD` and `DELETE` of one dump, for clients without the directory. A dump that is a folder is answered with the
+/// names of its files, and each of them under `<id>/<name>`.
+async fn dump(app: &Arc<App>, method: &Method, path: &str) -> Response<Kind> {
+    let (id, name) = path.split_once('/').map_or((path, None), |(id, name)| (id, Some(name)));
     let Ok(id) = id.parse::<RequestId>() else {
         let message =
             format!("`{id}` is not a request ID: expected a version 7 UUID in lower-case hyphenated form");
@@ -115,19 +116,28 @@ async fn dump(app: &Arc<App>, method: &Method, id: &str) -> Response<Kind> {
         return text(problem(StatusCode::NOT_FOUND, "the proxy knows no dump directory; see --dump-dir"));
     }
     match *method {
-        Method::GET | Method::HEAD => match open(app, id).await {
-            Ok(Some((file, len))) => {
+        Method::GET | Method::HEAD => match open(app, id, name).await {
+            Ok(Some(Opened::Folder(files))) => {
+                text(json_response(StatusCode::OK, &json!({ "files": files })))
+            }
+            Ok(Some(Opened::File(file, len))) => {
                 let mut response = Response::new(Kind::File(Box::new(FileBody::new(file, len))));
                 let kind = HeaderValue::from_static("application/octet-stream");
                 response.headers_mut().insert(CONTENT_TYPE, kind);
                 response.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from(len));
                 response
             }
-            Ok(None) => text(problem(StatusCode::NOT_FOUND, format!("there is no dump of {id}"))),
+            Ok(None) => {
+                let what = name.map_or_else(String::new, |name| format!("file `{name}` in a "));
+                text(problem(StatusCode::NOT_FOUND, format!("there is no {what}dump of {id}")))
+            }
             Err(error) => {
                 text(problem(StatusCode::INTERNAL_SERVER_ERROR, format!("the dump of {id}: {error}")))
             }
         },
+        Method::DELETE if name.is_some() => {
+            text(problem(StatusCode::BAD_REQUEST, format!("a dump is deleted whole: /tether/dumps/{id}")))
+        }
         Method::DELETE if app.table.upstream(id).is_some() => {
             text(problem(StatusCode::CONFLICT, format!("the request {id} is in flight")))
         }
@@ -146,18 +156,44 @@ async fn dump(app: &Arc<App>, method: &Method, id: &str) -> Response<Kind> {
     }
 }
 
-async fn open(app: &App, id: RequestId) -> std::io::Result<Option<(tokio::fs::File, u64)>> {
-    for path in app.dump_dirs.iter().map(|dir| -> PathBuf { dump_path(dir, id) }) {
-        match tokio::fs::File::open(&path).await {
-            Ok(file) => {
-                let len = file.metadata().await?.len();
-                return Ok(Some((file, len)));
+/// What stands under the path of a dump.
+enum Opened {
+    /// A file and its length.
+    File(tokio::fs::File, u64),
+    /// A folder of the legacy layout: the names of its files.
+    Folder(Vec<String>),
+}
+
+/// The dump of `id`, or the file `name` in it if it is a folder.
+async fn open(app: &App, id: RequestId, name: Option<&str>) -> std::io::Result<Option<Opened>> {
+    let (dirs, name) = (app.dump_dirs.clone(), name.map(str::to_owned));
+    let work = move || {
+        for dir in &dirs {
+            let path = dump_path(dir, id);
+            match std::fs::File::open(&path) {
+                Ok(_) if name.is_some() => return Ok(None),
+                Ok(file) => return file_of(file).map(Some),
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
             }
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-            Err(error) => return Err(error),
+            let Some(files) = dump_files::legacy_files(dir, id)? else { continue };
+            return match &name {
+                None => Ok(Some(Opened::Folder(files))),
+                // Only what was listed: a name cannot lead out of the folder.
+                Some(name) if files.contains(name) => {
+                    file_of(std::fs::File::open(dump_files::legacy_path(dir, id).join(name))?).map(Some)
+                }
+                Some(_) => Ok(None),
+            };
         }
-    }
-    Ok(None)
+        Ok(None)
+    };
+    tokio::task::spawn_blocking(work).await.map_err(std::io::Error::other)?
+}
+
+fn file_of(file: std::fs::File) -> std::io::Result<Opened> {
+    let len = file.metadata()?.len();
+    Ok(Opened::File(file.into(), len))
 }
 
 async fn remove(app: &App, id: RequestId) -> std::io::Result<bool> {

@@ -169,15 +169,14 @@ async fn forward(
     let dir = delivery.as_ref().and_then(Delivery::dir).cloned();
     if let Some(delivery) = &mut delivery {
         match parts.status.as_u16() {
-            // Nothing was computed. Under a trusted ID the dump of an earlier request may be there.
-            400..500 | 503 => delivery.delivered(),
+            400..500 | 503 => delivery.was_refused(),
             500.. => delivery.is_of_no_use(),
             _ => {}
         }
     }
     let body = UpstreamBody::new(incoming, Flow { delivery, lease, load, upstream }, limit);
     match (tagged, dir) {
-        (Some(tagged), Some(dir)) if parts.status == StatusCode::OK && !is_opt_out(&parts.headers) => {
+        (Some(tagged), Some(dir)) if parts.status == StatusCode::OK => {
             let gated = Gated { dir, tagged, is_stream };
             gated.pass(app, call, parts, body).await
         }
@@ -190,8 +189,16 @@ fn is_event_stream(headers: &HeaderMap) -> bool {
     kind.get(..17).is_some_and(|kind| kind.eq_ignore_ascii_case(b"text/event-stream"))
 }
 
-fn is_opt_out(headers: &HeaderMap) -> bool {
-    headers.get(headers::CAPTURE).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"none"))
+/// Of each of `count` prompts whether the upstream says that it has no dump: it opted out, or was aborted before its states
+/// were written. What is not understood says nothing, and the dumps are looked for.
+fn without_dump(headers: &HeaderMap, count: usize) -> Vec<bool> {
+    let text = headers.get(headers::CAPTURE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let words: Vec<_> = text.split(',').map(|word| word.trim().eq_ignore_ascii_case("none")).collect();
+    match words.len() {
+        1 => vec![words[0]; count],
+        len if len == count => words,
+        _ => vec![false; count],
+    }
 }
 
 /// Reads the body, decodes it, and tags it if it is one that is tagged.
@@ -287,9 +294,11 @@ async fn decode(
 
 fn set_ids(headers: &mut HeaderMap, call: &Call) {
     headers.insert(headers::REQUEST_ID, id_header(call.id));
-    if let Some(client) = &call.client_id {
-        headers.insert(headers::CLIENT_REQUEST_ID, client.clone());
-    }
+    // The proxy alone says what an ID was before; a client's own word would be taken for the name of a dump.
+    match &call.client_id {
+        Some(client) => headers.insert(headers::CLIENT_REQUEST_ID, client.clone()),
+        None => headers.remove(headers::CLIENT_REQUEST_ID),
+    };
 }
 
 /// An ID for each prompt, by the policy for IDs that clients choose. Of a single prompt it is the call's.
@@ -365,8 +374,9 @@ impl Gated {
         mut body: UpstreamBody,
     ) -> Result<Response<Kind>, ProxyError> {
         let Self { dir, tagged, is_stream } = self;
-        let captured: Vec<(usize, &Prompt)> =
-            tagged.prompts.iter().enumerate().filter(|(_, prompt)| prompt.capture.wanted).collect();
+        let without = without_dump(&parts.headers, tagged.prompts.len());
+        let has_dump = |(index, prompt): &(usize, &Prompt)| prompt.capture.wanted && !without[*index];
+        let captured: Vec<(usize, &Prompt)> = tagged.prompts.iter().enumerate().filter(has_dump).collect();
         if captured.is_empty() {
             return Ok(Response::from_parts(parts, Kind::Upstream(Box::new(body))));
         }

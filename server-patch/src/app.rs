@@ -122,8 +122,8 @@ impl Lifecycle {
 pub struct Generated {
     /// The JSON.
     pub body: Value,
-    /// Whether no dump was made for any prompt.
-    pub captured_none: bool,
+    /// Of each prompt whether it has a dump.
+    pub captured: Vec<bool>,
     /// Whether a prompt was aborted.
     pub aborted: bool,
 }
@@ -182,7 +182,7 @@ impl App {
         call.delivered = true;
         Ok(Generated {
             body,
-            captured_none: done.iter().all(|done| done.capture.is_none()),
+            captured: captured(&plans, &done),
             aborted: done.iter().any(|done| done.finish == Finish::Aborted),
         })
     }
@@ -271,6 +271,12 @@ impl CallId {
     fn set(&mut self, text: String) {
         *self = Self { text, given: true };
     }
+}
+
+/// Of each prompt whether it has a dump: the first of its samples would.
+fn captured(plans: &[Plan], done: &[Done]) -> Vec<bool> {
+    let first = plans.iter().zip(done).filter(|(plan, _)| plan.sample.0 == 0);
+    first.map(|(_, done)| done.capture.is_some()).collect()
 }
 
 fn job(

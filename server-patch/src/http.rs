@@ -123,8 +123,8 @@ impl App {
             Ok(generated) => {
                 tracing::debug!(request_id, seconds = started.elapsed().as_secs_f64(), "answered");
                 let mut response = json_reply(StatusCode::OK, &generated.body);
-                if generated.captured_none {
-                    response.headers_mut().insert(TETHER_CAPTURE, HeaderValue::from_static("none"));
+                if let Some(words) = capture_words(&generated.captured) {
+                    response.headers_mut().insert(TETHER_CAPTURE, words);
                 }
                 (response, if generated.aborted { Outcome::Aborted } else { Outcome::Ok })
             }
@@ -392,6 +392,19 @@ fn openai_error(error: &ApiError) -> Response<Full<Bytes>> {
         response.headers_mut().insert(RETRY_AFTER, seconds.into());
     }
     response
+}
+
+/// `x-tether-capture`: a word for each prompt where some have no dump, or one for all where none has. A row of a batch has
+/// none if it opted out or was aborted.
+fn capture_words(captured: &[bool]) -> Option<HeaderValue> {
+    if captured.iter().all(|has| *has) {
+        return None;
+    }
+    if !captured.contains(&true) {
+        return Some(HeaderValue::from_static("none"));
+    }
+    let words: Vec<_> = captured.iter().map(|has| if *has { "dump" } else { "none" }).collect();
+    Some(HeaderValue::from_str(&words.join(",")).expect("two words and commas are visible ASCII"))
 }
 
 fn json_reply(status: StatusCode, body: &serde_json::Value) -> Response<Full<Bytes>> {

@@ -117,7 +117,6 @@ async fn attempts(
                 return Err(SendError::Died { url: upstream.url().to_owned(), source });
             }
         }
-        return on_new_connection(&upstream, request).await;
     }
     let refused = match on_new_connection(&upstream, request.clone()).await {
         Err(SendError::Unreachable { source, .. }) => source,

@@ -4,7 +4,9 @@
 //! once more is right, and sending one more that the upstream has begun to work on is wrong: it would be computed twice,
 //! or kill a second server. The two look alike to an HTTP client, but not to the kernel:
 //!
-//! - A reset means that bytes were left unread, or came after the close: the request was not read whole.
+//! - A reset at once means that bytes were left unread, or came after the close: the request was not read whole. One that
+//!   comes later may be the end of a server that had begun to compute, or of something on the way that forgot the
+//!   connection.
 //! - An orderly end with none of the request's bytes acknowledged means that the close came first.
 //! - An orderly end after they were acknowledged means that the upstream read the request and then went away.
 
@@ -13,11 +15,16 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
 use super::tcp;
+
+/// A reset after this long does not come from a race with an idle connection's end: a server that was about to close it
+/// does so at its next turn.
+const AT_ONCE: Duration = Duration::from_secs(1);
 
 /// What is remembered of a connection.
 #[derive(Debug, Default)]
@@ -33,6 +40,7 @@ pub(super) struct Wire {
 pub(super) struct Mark {
     read: u64,
     written: u64,
+    since: Instant,
 }
 
 const ORDERLY: u8 = 1;
@@ -40,7 +48,11 @@ const RESET: u8 = 2;
 
 impl Wire {
     pub(super) fn mark(&self) -> Mark {
-        Mark { read: self.read.load(Ordering::Acquire), written: self.written.load(Ordering::Acquire) }
+        Mark {
+            read: self.read.load(Ordering::Acquire),
+            written: self.written.load(Ordering::Acquire),
+            since: Instant::now(),
+        }
     }
 
     /// Whether the request that was given at `mark` cannot have been read whole by the upstream.
@@ -49,7 +61,7 @@ impl Wire {
             return false;
         }
         match self.end.load(Ordering::Acquire) {
-            RESET => true,
+            RESET => mark.since.elapsed() < AT_ONCE,
             // The handshake counts as one acknowledged byte.
             ORDERLY => self.acked_at_end.load(Ordering::Acquire) <= mark.written + 1,
             // It failed before it reached the socket.

@@ -212,6 +212,39 @@ async fn replies_without_a_dump_by_right_are_not_held_up() {
 }
 
 #[tokio::test]
+async fn the_rows_of_a_batch_that_the_server_says_have_no_dump_are_not_looked_for() {
+    let place = place();
+    // The second row was aborted: its siblings' dumps are right, and must reach the client.
+    let upstream = dumping(&place.dir, |dir, request| {
+        let (ids, prompts) = (request.rids(), prompts(request));
+        for row in [0, 2] {
+            publish(dir, ids[row], ids[row], &prompts[row]);
+        }
+    })
+    .await;
+    let proxy = proxy(&upstream, &place.dir, &["--dump-wait", "100ms"]).await;
+    let body = br#"{"input_ids":[[1],[2],[3]]}"#;
+    let headers = "x-reply: x-tether-capture: dump, none,dump\r\n";
+    let reply = proxy.connect().await.post("/generate", headers, body).await;
+    assert_eq!(reply.status(), 200);
+    assert_eq!(proxy.metric("tether_proxy_gate_total{checked=\"tokens\",result=\"matched\"}"), 2.0);
+    assert_eq!(proxy.sum("tether_proxy_mismatches_total"), 0.0);
+    proxy.settled().await;
+    assert_eq!(dumps(&place.dir), 2);
+    // A row that the server says has a dump is looked for, and so is each where the header makes no sense.
+    for words in ["none,dump,dump", "dump,none", "none,none,none,none", "nothing"] {
+        let headers = format!("x-reply: x-tether-capture: {words}\r\n");
+        let reply = proxy.connect().await.post("/generate", &headers, body).await;
+        assert_eq!(
+            (reply.status(), reply.json()["error"]["reason"].as_str()),
+            (502, Some("missing")),
+            "{words}"
+        );
+    }
+    proxy.settled().await;
+}
+
+#[tokio::test]
 async fn each_upstream_has_its_own_directory() {
     let (a, b) = (place(), place());
     let (up_a, up_b) = (dumping(&a.dir, right).await, dumping(&b.dir, right).await);
@@ -331,4 +364,24 @@ async fn under_trust_an_id_whose_dump_is_published_is_refused_and_the_dump_stand
     assert!(again.json()["error"]["message"].as_str().unwrap().contains(&id.to_string()));
     assert_eq!((upstream.requests().len(), dumps(&place.dir)), (1, 1));
     proxy.settled().await;
+}
+
+#[tokio::test]
+async fn under_trust_a_refused_request_leaves_the_late_dump_of_the_one_before_to_be_deleted() {
+    let place = place();
+    // The first is answered with an error before its dump is there; the second is refused.
+    let upstream = dumping(&place.dir, |_, _| {}).await;
+    let proxy = proxy(&upstream, &place.dir, &["--client-ids", "trust", "--dump-wait", "10ms"]).await;
+    let id = RequestId::new();
+    let body = format!(r#"{{"input_ids":[1],"rid":"{id}"}}"#);
+    assert_eq!(proxy.post("/generate", &body).await.status(), 502);
+    for status in ["503 Busy", "409 Conflict"] {
+        let headers = format!("x-status: {status}\r\n");
+        let reply = proxy.connect().await.post("/generate", &headers, body.as_bytes()).await;
+        assert_eq!(reply.status().to_string(), status[..3]);
+        proxy.settled().await;
+        assert_eq!(proxy.app.orphans.len(), 1, "after {status}");
+    }
+    publish(&place.dir, id, id, &[1]);
+    until("the deletion", || dumps(&place.dir) == 0 && proxy.app.orphans.is_empty()).await;
 }

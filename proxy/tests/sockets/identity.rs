@@ -191,3 +191,14 @@ async fn an_abort_by_the_clients_name_reaches_the_upstream_that_has_the_request(
     drop(client);
     within("the end", proxy.settled()).await;
 }
+
+#[tokio::test]
+async fn a_client_cannot_say_itself_what_an_id_was_before() {
+    let upstream = Upstream::plain().await;
+    let proxy = Proxy::start(&[&upstream], &[]).await;
+    let header = "x-client-request-id: someone-else\r\n";
+    let reply = proxy.connect().await.post("/generate", header, br#"{"text":"a"}"#).await;
+    assert_eq!((reply.status(), upstream.last().header("x-client-request-id")), (200, None));
+    let reply = proxy.connect().await.post("/generate", header, br#"{"text":"a","rid":"mine"}"#).await;
+    assert_eq!((reply.status(), upstream.last().header("x-client-request-id")), (200, Some("mine")));
+}

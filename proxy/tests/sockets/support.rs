@@ -350,7 +350,7 @@ impl Proxy {
         line.unwrap_or_else(|| panic!("no {series} in\n{text}")).rsplit(' ').next().unwrap().parse().unwrap()
     }
 
-    fn sum(&self, name: &str) -> f64 {
+    pub(crate) fn sum(&self, name: &str) -> f64 {
         let text = self.app.metrics.text().unwrap();
         let lines = text.lines().filter(|line| line.starts_with(name) && !line.starts_with('#'));
         lines.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum()

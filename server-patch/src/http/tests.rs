@@ -340,6 +340,25 @@ async fn an_abort_names_its_request_exactly() {
 }
 
 #[tokio::test]
+async fn an_aborted_row_of_a_batch_says_that_it_alone_has_no_dump() {
+    let dir = tempfile::tempdir().unwrap();
+    let fixture = Fixture::default();
+    let app = fixture.app(dir.path());
+    let ids = [RequestId::new(), RequestId::new(), RequestId::new()];
+    let body = json!({"rid": ids, "input_ids": [[1], [2], [3]], "capture": [true, true, false]});
+    let running = held(&fixture, &app, body.to_string()).await;
+    app.abort(&ids[0].to_string());
+    fixture.model.gate.open();
+    let reply = running.await.unwrap();
+    assert_eq!((reply.status, reply.header("x-tether-capture")), (200, Some("none,dump,none")));
+    let captures: Vec<_> =
+        reply.json().as_array().unwrap().iter().map(|row| row["meta_info"]["capture"].is_null()).collect();
+    assert_eq!(captures, [true, false, true]);
+    assert!(dump_path(dir.path(), ids[1]).exists());
+    assert_eq!(files(dir.path()).len(), 1);
+}
+
+#[tokio::test]
 async fn a_request_that_is_not_started_in_time_is_503_and_one_that_is_has_all_the_time() {
     let dir = tempfile::tempdir().unwrap();
     let fixture = Fixture { queue_timeout: Duration::from_millis(50), ..Fixture::default() };
