@@ -40,8 +40,10 @@ requests = Section(
               quantiles("tether_proxy_request_duration_seconds", also=P)),
         Chart("Time to the reply's head", "s", "From sending a request upstream to the head of its reply.",
               quantiles("tether_proxy_upstream_first_byte_seconds", also=P)),
-        Chart("In flight", "short", "Requests whose reply has not ended, and client connections.",
+        Chart("In flight", "short", "Requests whose reply has not ended, those of them that wait for their turn, and client "
+              "connections.",
               [Query(f"sum(tether_proxy_requests_in_flight{{{P}}})", "requests"),
+               Query(f"sum(tether_proxy_requests_queued{{{P}}})", "queued"),
                Query(f"sum(tether_proxy_connections{{{P}}})", "connections")]),
         Chart("Oldest in flight", "s", "Age of the oldest request in flight. A straight rise is a request that hangs.",
               [Query(f"max(tether_proxy_oldest_request_seconds{{{P}}})", "oldest")]),
@@ -73,8 +75,12 @@ gate = Section(
 upstreams = Section(
     "Upstreams",
     [
-        Chart("Up", "short", "0 while an upstream cannot be reached.",
+        Chart("Up", "short", "0 while an upstream fails its health checks, failed too often in a row, or "
+              "lately refused a connection.",
               [Query(f"min by (upstream) (tether_proxy_upstream_up{{{P}}})", "{{upstream}}")], maximum=1),
+        Chart("Health checks", "cps", "By result.", [rates("tether_proxy_upstream_health_checks_total", "result", P)]),
+        Chart("Breaker opened", "short", "Times that an upstream failed so often in a row that requests were kept away.",
+              [Query(f"sum by (upstream) (tether_proxy_upstream_breaker_opened_total{{{P}}})", "{{upstream}}")]),
         Chart("Requests by outcome", "reqps", "What upstreams made of requests.",
               [rates("tether_proxy_upstream_requests_total", "outcome", P)]),
         Chart("Load", "short", "Requests that each upstream holds.",

@@ -33,6 +33,15 @@ enum Kind {
     OptedOut,
     /// One prompt whose client leaves.
     Leaving(Duration, Departure),
+    /// Prompts of which somebody aborts one by the client's name for it, after a while.
+    Aborted(Duration, String),
+}
+
+impl Kind {
+    /// Whether it is a list of prompts.
+    fn is_list(&self, job: &Job) -> bool {
+        matches!(self, Self::Batch) || matches!(self, Self::Aborted(..)) && job.prompts.len() > 1
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -56,16 +65,32 @@ fn job(prompts: &mut Prompts, number: usize) -> Job {
             let patience = Duration::from_micros(prompts.rng().random_range(0..400_000));
             Kind::Leaving(patience, departure)
         }
+        33..43 => {
+            let patience = Duration::from_micros(prompts.rng().random_range(0..300_000));
+            Kind::Aborted(patience, format!("abort-{number}"))
+        }
         _ => Kind::Single,
     };
     let new_tokens = [0, 0, 1, 1, 3][prompts.rng().random_range(0..5)];
     let mut body = json!({"sampling_params": {"max_new_tokens": new_tokens, "temperature": 0}});
     let mut drawn = vec![prompts.mixed()];
-    match kind {
+    match &kind {
         Kind::Batch => {
             let more = prompts.rng().random_range(0..5);
             drawn.extend((0..more).map(|_| prompts.mixed()));
             body["input_ids"] = json!(drawn);
+        }
+        Kind::Aborted(_, name) => {
+            // Half of them alone, half as a row of a batch. Long texts, so that there is something to abort.
+            let rows = [1, 1, 2, 4][prompts.rng().random_range(0..4)];
+            drawn.extend((1..rows).map(|_| prompts.mixed()));
+            let names =
+                (0..rows).map(|row| if row == rows - 1 { name.clone() } else { format!("{name}-{row}") });
+            (body["input_ids"], body["rid"]) = match rows {
+                1 => (json!(drawn[0]), json!(name)),
+                _ => (json!(drawn), json!(names.collect::<Vec<_>>())),
+            };
+            body["sampling_params"]["max_new_tokens"] = json!([0, 8, 40][prompts.rng().random_range(0..3)]);
         }
         Kind::Text => {
             let text = format!("Request {number}: {}", "ä".repeat(number % 50));
@@ -90,7 +115,7 @@ fn job(prompts: &mut Prompts, number: usize) -> Job {
     if matches!(kind, Kind::OptedOut) {
         body["capture"] = json!(false);
     }
-    if number.is_multiple_of(5) && !matches!(kind, Kind::Batch) {
+    if number.is_multiple_of(5) && !matches!(kind, Kind::Batch | Kind::Aborted(..)) {
         body["rid"] = json!(format!("client-{}", number / 10));
     }
     Job { kind, body, prompts: drawn }
@@ -104,6 +129,8 @@ struct Seen {
     /// Requests answered 200, with or without a dump.
     calls: AtomicUsize,
     left: AtomicUsize,
+    /// Prompts that ended by an abort, without a dump and with one; calls of which a part has a dump.
+    aborted: [AtomicUsize; 3],
     /// Replies that were no 200.
     errors: Mutex<Vec<String>>,
 }
@@ -117,8 +144,18 @@ impl Seen {
             assert_eq!(reply.header("x-hidden-states-path"), None);
             return;
         }
+        let mut with_dump = 0;
         for ((answer, id), prompt) in reply.answers().iter().zip(ids).zip(&job.prompts) {
             let capture = &answer["meta_info"]["capture"];
+            if answer["meta_info"]["finish_reason"]["type"] == "abort" {
+                assert!(matches!(job.kind, Kind::Aborted(..)), "aborted by nobody: {answer}");
+                self.aborted[usize::from(!capture.is_null())].fetch_add(1, Ordering::Relaxed);
+                // Aborted before its states were written, it has none; it must not appear later either.
+                if capture.is_null() {
+                    continue;
+                }
+            }
+            with_dump += 1;
             assert_eq!(capture["token_hash"], TokenHash::of(prompt).to_string());
             // It is there now, not later.
             let path = capture["path"].as_str().expect("each answer says where its dump is");
@@ -127,7 +164,10 @@ impl Seen {
             let before = self.answered.lock().expect("no panic holds it").insert(id, prompt.clone());
             assert_eq!(before, None, "two requests were given the ID {id}");
         }
-        if !matches!(job.kind, Kind::Batch) {
+        if with_dump > 0 && with_dump < job.prompts.len() {
+            self.aborted[2].fetch_add(1, Ordering::Relaxed);
+        }
+        if with_dump == 1 && !job.kind.is_list(job) {
             let path = reply.header("x-hidden-states-path").expect("the proxy says where the dump is");
             assert!(path.ends_with(&format!("{}.safetensors", reply.id())), "{path}");
         }
@@ -158,6 +198,16 @@ async fn work(client: Client, jobs: Arc<Mutex<Vec<Job>>>, seen: Arc<Seen>, outag
                             break;
                         }
                     }
+                }
+                Kind::Aborted(patience, ref name) => {
+                    let abort = async {
+                        tokio::time::sleep(patience).await;
+                        client.post("/abort_request", &json!({"rid": name})).await
+                    };
+                    let (reply, abort) = tokio::join!(client.generate(&job.body), abort);
+                    // In the outage there may be nobody to tell.
+                    assert!(abort.status == 200 || abort.status.as_u16() >= 500, "{}", abort.text());
+                    reply
                 }
                 _ => client.generate(&job.body).await,
             };
@@ -246,10 +296,13 @@ async fn load(seed: u64) {
     let answered = std::mem::take(&mut *seen.answered.lock().expect("no panic holds it"));
     let (calls, left) = (seen.calls.load(Ordering::Relaxed), seen.left.load(Ordering::Relaxed));
     let errors = seen.errors.lock().expect("no panic holds it").len();
+    let [aborted, late, parts] = seen.aborted.each_ref().map(|count| count.load(Ordering::Relaxed));
     eprintln!(
-        "{calls} calls answered with {} dumps, {left} left, {errors} cut by the server's death",
+        "{calls} calls answered with {} dumps, {left} left, {errors} cut by the server's death; aborted: {aborted} \
+         prompts without a dump, {late} with one, {parts} lists in part",
         answered.len()
     );
+    assert!(aborted > 0 && parts > 0, "no abort met a prompt before its dump, or none of a list");
     assert!(calls >= wanted && left > 50, "{calls} of {wanted} answered, {left} left");
     assert!(errors > 0, "the server's death was noticed by nobody: it came too late");
 
