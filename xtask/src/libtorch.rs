@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
+use crate::folder::WholeFolder;
 use crate::python_env::pip_install;
 use crate::{prerequisites, workspace};
 
@@ -14,12 +15,6 @@ pub(crate) const VERSION: &str = "2.13.0";
 
 /// The smallest set of wheels whose `libtorch_cpu.so` loads: it links these two CUDA libraries even for the CPU.
 const WHEELS: [&str; 3] = ["torch==2.13.0", "nvidia-cuda-runtime==13.0.96", "nvidia-cuda-cupti==13.0.85"];
-
-/// Written last into the installed folder: its presence means that the folder is whole.
-const STAMP: &str = ".tether-installed";
-
-/// How the folder of an installation in progress is called, before its process number.
-const PARTIAL: &str = "libtorch.partial-";
 
 /// Makes sure that the libtorch cargo will build against is there and is [`VERSION`]; says which one it is.
 pub(crate) fn ensure() -> Result<()> {
@@ -40,52 +35,24 @@ pub(crate) fn ensure() -> Result<()> {
     }
 }
 
-/// Installs into a sibling folder and renames, so that `dir` is absent or whole, never half there.
 fn install(dir: &Path) -> Result<()> {
-    let stamp = WHEELS.join("\n");
-    if fs::read_to_string(dir.join(STAMP)).is_ok_and(|found| found == stamp) {
+    let folder = WholeFolder::new(dir.to_owned(), WHEELS.join("\n"));
+    if folder.is_current() {
         println!("libtorch {VERSION}: {} (already installed)", workspace::relative(dir).display());
         return check(&dir.join("torch"));
     }
-    let tether = workspace::tether_dir();
-    prerequisites::disk_space(&tether, 4, "libtorch")?;
+    prerequisites::disk_space(&workspace::tether_dir(), 4, "libtorch")?;
     let python = prerequisites::python(prerequisites::LIBTORCH_PYTHON)?;
-    remove_partial(&tether)?;
-    // Our number in the name: a pip whose xtask was killed may still be writing into a folder of its own.
-    let partial = tether.join(format!("{PARTIAL}{}", std::process::id()));
     println!("libtorch {VERSION}: fetching the wheels (about 0.6 GB, 1.2 GB unpacked)");
-    // `--no-compile`: nobody imports this copy, so its Python files need no bytecode.
-    pip_install(&python, |pip| {
-        pip.args(["--no-deps", "--no-compile", "--upgrade", "--target"]).arg(&partial).args(WHEELS);
+    folder.make(|partial| {
+        // `--no-compile`: nobody imports this copy, so its Python files need no bytecode.
+        pip_install(&python, |pip| {
+            pip.args(["--no-deps", "--no-compile", "--upgrade", "--target"]).arg(partial).args(WHEELS);
+        })?;
+        check(&partial.join("torch"))
     })?;
-    check(&partial.join("torch"))?;
-    fs::write(partial.join(STAMP), &stamp)
-        .with_context(|| format!("writing {}", partial.join(STAMP).display()))?;
-    remove_dir(dir)?;
-    fs::rename(&partial, dir).with_context(|| format!("renaming {} to libtorch", partial.display()))?;
     println!("libtorch {VERSION}: {}", workspace::relative(dir).display());
     Ok(())
-}
-
-/// Removes what interrupted installations left.
-fn remove_partial(tether: &Path) -> Result<()> {
-    for entry in fs::read_dir(tether).with_context(|| format!("reading {}", tether.display()))? {
-        let entry = entry.with_context(|| format!("reading {}", tether.display()))?;
-        if entry.file_name().to_string_lossy().starts_with(PARTIAL) {
-            remove_dir(&entry.path())?;
-        }
-    }
-    Ok(())
-}
-
-/// Removes a folder that may be absent.
-fn remove_dir(dir: &Path) -> Result<()> {
-    match fs::remove_dir_all(dir) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("removing {}", dir.display()))
-        }
-        _ => Ok(()),
-    }
 }
 
 /// Checks that `dir` (a torch package, or an unpacked libtorch archive) is [`VERSION`] and can be linked against.
@@ -210,17 +177,6 @@ mod tests {
         fs::remove_file(broken.path().join("lib/libc10.so")).unwrap();
         let error = check(broken.path()).unwrap_err().to_string();
         assert!(error.contains("lib/libc10.so is missing"), "{error}");
-    }
-
-    #[test]
-    fn what_an_interrupted_installation_left_is_removed_and_nothing_else() {
-        let tether = tempfile::tempdir().unwrap();
-        for name in ["libtorch.partial-17/torch", "libtorch/torch", "venv/bin"] {
-            fs::create_dir_all(tether.path().join(name)).unwrap();
-        }
-        remove_partial(tether.path()).unwrap();
-        assert!(!tether.path().join("libtorch.partial-17").exists());
-        assert!(tether.path().join("libtorch/torch").exists() && tether.path().join("venv/bin").exists());
     }
 
     #[test]

@@ -7,6 +7,8 @@ use clap::{Parser, Subcommand};
 mod bench;
 mod dashboards;
 mod demo;
+mod folder;
+mod golden;
 mod http;
 mod libtorch;
 mod prerequisites;

@@ -9,9 +9,6 @@ use clap::ValueEnum;
 
 use crate::{demo, prerequisites, process, python_env, setup, workspace};
 
-/// Writes the references that the model's tests compare against into `.tether/golden/`.
-const GOLDEN_SCRIPT: &str = "tests/python/make_models.py";
-
 /// Set up, check format and lints, build, and run every test.
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -26,7 +23,7 @@ pub(crate) struct Args {
 /// One step of the run. The order here is the order of running.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Step {
-    /// Prerequisites, libtorch, the Python environment.
+    /// Prerequisites, libtorch, the Python environment, the references.
     Setup,
     /// The system packages that tests need.
     Packages,
@@ -38,7 +35,7 @@ enum Step {
     Build,
     /// The demo, whose output the Python tests then look at.
     Demo,
-    /// References for the exactness tests, made by transformers.
+    /// References for the exactness tests, made by transformers, where set-up has not made them.
     Golden,
     /// `cargo test`.
     Rust,
@@ -57,7 +54,6 @@ impl Step {
             cargo.args(args.split(' '));
             cargo
         };
-        let python = || process::command(python_env::interpreter());
         // Scaled-down by default; a test that has a long form reads this.
         let sized = |mut command: Command| {
             if args.campaign {
@@ -78,7 +74,7 @@ impl Step {
             Step::Demo => process::run(
                 process::command(workspace::bin_dir()?.join("xtask")).args(["demo", "--no-build"]),
             ),
-            Step::Golden => process::run(python().arg(GOLDEN_SCRIPT)),
+            Step::Golden => setup::references(),
             Step::Rust => {
                 let mut command = sized(cargo("test --release --workspace"));
                 process::run_watched(&mut command, |line| tests.add_cargo(line))
