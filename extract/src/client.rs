@@ -25,6 +25,8 @@ pub use reply::{Claims, Reply, ReplyError};
 const MAX_REPLY_BYTES: usize = 64 << 20;
 /// How much of an error's text is kept.
 const MAX_ERROR_TEXT: usize = 2000;
+/// `error.type` of the proxy's answer about a dump that is not the request's.
+const MISMATCH: &str = "mismatch";
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// For the calls that need no computation.
 const SHORT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -80,6 +82,12 @@ pub enum CallError {
         text: String,
         /// When it wants to be asked again.
         retry_after: Option<Duration>,
+    },
+    /// The proxy found the request's dump missing or another's, and withholds the reply.
+    #[error("the proxy withholds the reply: {text}")]
+    Mismatch {
+        /// What it found, in its words.
+        text: String,
     },
     /// 200, with a body or header that cannot be understood.
     #[error("the reply cannot be used: {0}")]
@@ -242,11 +250,16 @@ fn timed_out(limit: Duration) -> CallError {
 }
 
 fn status_error(status: StatusCode, headers: &http::HeaderMap, body: &[u8]) -> CallError {
+    let text = reply::error_text(body, MAX_ERROR_TEXT);
+    // Other errors of this status say that there is no server behind the proxy.
+    if status == StatusCode::BAD_GATEWAY && reply::error_type(body).as_deref() == Some(MISMATCH) {
+        return CallError::Mismatch { text };
+    }
     let retry_after = headers
         .get(header::RETRY_AFTER)
         .and_then(|value| value.to_str().ok()?.trim().parse().ok())
         .map(Duration::from_secs);
-    CallError::Status { status, text: reply::error_text(body, MAX_ERROR_TEXT), retry_after }
+    CallError::Status { status, text, retry_after }
 }
 
 /// An error with its causes: hyper's outermost says little.

@@ -185,8 +185,13 @@ impl Drop for Retrying<'_> {
 }
 
 impl FailureKind {
-    /// Whether a run of such failures says something about the server rather than about the samples.
-    pub(crate) fn blames_the_server(self) -> bool {
-        matches!(self, Self::Server | Self::Unavailable | Self::Mismatch | Self::NotFinite)
+    /// Whether a run of such failures says something about the server rather than about the samples; `confirmed` is
+    /// whether the server has done any sample as it should. Until then a refusal may be one of the run's settings.
+    pub(crate) fn blames_the_server(self, confirmed: bool) -> bool {
+        match self {
+            Self::Server | Self::Unavailable | Self::Mismatch | Self::NotFinite => true,
+            Self::Refused => !confirmed,
+            Self::BadRow | Self::TooLong | Self::DatasetChanged => false,
+        }
     }
 }

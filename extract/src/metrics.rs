@@ -57,7 +57,7 @@ impl From<retry::Kind> for Retry {
         match kind {
             retry::Kind::Busy(_) => Self::Busy,
             retry::Kind::Unreachable => Self::Unreachable,
-            retry::Kind::Counted | retry::Kind::Final => Self::Failed,
+            retry::Kind::Counted | retry::Kind::Final | retry::Kind::Hopeless => Self::Failed,
         }
     }
 }
@@ -112,7 +112,7 @@ pub struct Metrics {
     pub failures: Family<FailureKind, IntCounter>,
     /// Attempts that failed and are followed by another.
     pub retries: Family<Retry, IntCounter>,
-    /// Dumps that were another request's.
+    /// Dumps that were another request's, as found here or by the proxy.
     pub mismatches: IntCounter,
     /// Dumps with values that are not finite.
     pub not_finite: IntCounter,

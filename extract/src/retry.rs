@@ -14,6 +14,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 pub enum Kind {
     /// Another attempt would end the same way.
     Final,
+    /// Another sample would end the same way: it is the address or the permission that is wrong.
+    Hopeless,
     /// It may have been chance; each counts against the sample's attempts.
     Counted,
     /// The server is alive and asks for patience: only time is counted.
@@ -28,7 +30,7 @@ impl Kind {
     pub fn of(error: &CallError) -> Self {
         match error {
             CallError::NoAnswer(_) => Self::Unreachable,
-            CallError::Reply(_) => Self::Counted,
+            CallError::Reply(_) | CallError::Mismatch { .. } => Self::Counted,
             CallError::Status { status, retry_after, .. } => match *status {
                 StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => Self::Busy(*retry_after),
                 StatusCode::REQUEST_TIMEOUT | StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT => {
@@ -37,7 +39,9 @@ impl Kind {
                 // An ID in use. The next attempt has another.
                 StatusCode::CONFLICT => Self::Counted,
                 status if status.is_server_error() => Self::Counted,
-                // Redirects are as final as 4xx: the address is not the proxy's.
+                StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN | StatusCode::NOT_FOUND => Self::Hopeless,
+                // Redirects too: the address is not the proxy's.
+                status if status.is_redirection() => Self::Hopeless,
                 _ => Self::Final,
             },
         }
@@ -94,7 +98,7 @@ impl Attempts {
     ) -> Next {
         self.made += 1;
         let counts = match kind {
-            Kind::Final => return Next::GiveUp,
+            Kind::Final | Kind::Hopeless => return Next::GiveUp,
             Kind::Counted => true,
             Kind::Busy(_) => false,
             Kind::Unreachable => alive,
@@ -138,9 +142,11 @@ mod tests {
     #[test]
     fn every_status_has_its_kind() {
         for (code, kind) in [
-            (302, Kind::Final),
+            (302, Kind::Hopeless),
             (400, Kind::Final),
-            (404, Kind::Final),
+            (401, Kind::Hopeless),
+            (403, Kind::Hopeless),
+            (404, Kind::Hopeless),
             (413, Kind::Final),
             (408, Kind::Unreachable),
             (409, Kind::Counted),
@@ -154,6 +160,7 @@ mod tests {
         }
         assert_eq!(Kind::of(&status(503, Some(7))), Kind::Busy(Some(Duration::from_secs(7))));
         assert_eq!(Kind::of(&CallError::NoAnswer(String::new())), Kind::Unreachable);
+        assert_eq!(Kind::of(&CallError::Mismatch { text: String::new() }), Kind::Counted);
     }
 
     #[test]

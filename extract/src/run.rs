@@ -33,7 +33,7 @@ use crate::{
     retry::Policy,
     stop::Stop,
     stored::{Depth, Store},
-    tally::{Counters, Failure, Tally},
+    tally::{Counters, Failure, FailureKind, Tally},
 };
 
 /// Holds dumps fetched through the proxy while they are read.
@@ -41,6 +41,8 @@ const STAGING: &str = ".tether-staging";
 /// Samples that may fail one after the other by the server's doing before the run stops: what would fail a whole data set
 /// must not do so sample by sample.
 const MAX_FAILURES_IN_A_ROW: u32 = 100;
+/// Samples that may be refused one after the other while none has been done: a wrong setting refuses all of them.
+const MAX_REFUSED_AT_FIRST: u32 = 20;
 const READINESS_PAUSE: Duration = Duration::from_millis(500);
 /// How often gauges that nothing else sets are set.
 const REFRESH: Duration = Duration::from_millis(500);
@@ -396,10 +398,20 @@ async fn work(
                     failures_in_a_row = 0;
                 }
                 Some(Ok(Outcome::Failed { tokens, failure })) => {
-                    failures_in_a_row = if failure.kind.blames_the_server() { failures_in_a_row + 1 } else { 0 };
-                    if failures_in_a_row == MAX_FAILURES_IN_A_ROW {
+                    let blamed = failure.kind.blames_the_server(extractor.is_confirmed());
+                    failures_in_a_row = if blamed { failures_in_a_row + 1 } else { 0 };
+                    let refused = failure.kind == FailureKind::Refused;
+                    let most = if refused { MAX_REFUSED_AT_FIRST } else { MAX_FAILURES_IN_A_ROW };
+                    if failures_in_a_row >= most {
+                        let (word, hint) = if refused {
+                            ("were refused", ", none was done: a setting may be wrong")
+                        } else {
+                            ("failed", "")
+                        };
                         let reason = &failure.reason;
-                        stop.ask(format!("{MAX_FAILURES_IN_A_ROW} samples failed one after the other; last: {reason}"));
+                        stop.ask(format!(
+                            "{failures_in_a_row} samples {word} one after the other{hint}; last: {reason}"
+                        ));
                     }
                     tally.failed_tokens += tokens;
                     metrics.given_up(failure.kind);

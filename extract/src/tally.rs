@@ -21,7 +21,7 @@ pub enum FailureKind {
     Server,
     /// No answer, or always busy.
     Unavailable,
-    /// The dump was another request's.
+    /// The dump was another request's, or the proxy withheld it as such.
     Mismatch,
     /// The hidden states are not finite.
     NotFinite,
@@ -51,7 +51,7 @@ pub struct Failure {
 pub struct Counters {
     /// Attempts that failed and were followed by another.
     pub retries: AtomicU64,
-    /// Dumps that were another request's, or whose tokens were.
+    /// Dumps that were another request's, or whose tokens were, as found here or by the proxy.
     pub mismatches: AtomicU64,
     /// Dumps with values that are not finite.
     pub not_finite: AtomicU64,

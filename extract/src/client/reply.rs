@@ -100,6 +100,12 @@ impl Reply {
     }
 }
 
+/// What sort of error the body says it is.
+pub(super) fn error_type(body: &[u8]) -> Option<String> {
+    let value: serde_json::Value = serde_json::from_slice(body).ok()?;
+    value.pointer("/error/type")?.as_str().map(str::to_owned)
+}
+
 /// The words of an error's body: the message of the usual JSON shapes, or else the text itself.
 pub(super) fn error_text(body: &[u8], limit: usize) -> String {
     let value: Option<serde_json::Value> = serde_json::from_slice(body).ok();

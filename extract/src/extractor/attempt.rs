@@ -74,8 +74,9 @@ impl AttemptError {
     pub(super) fn failure_kind(&self) -> FailureKind {
         match self {
             Self::Row(_) => FailureKind::DatasetChanged,
+            Self::Call(CallError::Mismatch { .. }) => FailureKind::Mismatch,
             Self::Call(error) => match Kind::of(error) {
-                Kind::Final => FailureKind::Refused,
+                Kind::Final | Kind::Hopeless => FailureKind::Refused,
                 Kind::Counted => FailureKind::Server,
                 Kind::Busy(_) | Kind::Unreachable => FailureKind::Unavailable,
             },
@@ -195,12 +196,27 @@ impl Extractor {
         let answer = if reply.is_ok() { Answer::Ok } else { Answer::Failed };
         self.metrics.request_seconds.at(answer).observe(started.elapsed().as_secs_f64());
         // Whether it likes the sample or not, the server is there.
-        if matches!(&reply, Ok(_) | Err(CallError::Reply(_)))
+        if matches!(&reply, Ok(_) | Err(CallError::Reply(_) | CallError::Mismatch { .. }))
             || matches!(&reply, Err(error) if matches!(Kind::of(error), Kind::Final))
         {
             *self.last_answer.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
         }
-        Ok((sample, reply.map_err(AttemptError::Call)?))
+        match reply {
+            Ok(reply) => Ok((sample, reply)),
+            Err(error) if Kind::of(&error) == Kind::Hopeless => {
+                let url = self.client.url();
+                Err(AttemptError::Fatal(format!(
+                    "{error}; is {url} the address of the proxy, and open to us?"
+                )))
+            }
+            Err(error @ CallError::Mismatch { .. }) => {
+                Counters::add(&self.counters.mismatches);
+                self.metrics.mismatches.inc();
+                tracing::error!(row = row.row, %error, "the proxy has found a dump that is not its request's");
+                Err(AttemptError::Call(error))
+            }
+            Err(error) => Err(AttemptError::Call(error)),
+        }
     }
 
     /// Finds the dump: at its path if that can be read here, else through the proxy.

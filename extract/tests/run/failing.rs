@@ -68,6 +68,23 @@ async fn a_dump_of_other_tokens_or_another_request_is_never_used() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_mismatch_that_the_proxy_finds_counts_as_one() {
+    let fake = Fake::start(|tokens, attempt| match tokens[0] {
+        400 if attempt == 0 => Answer::Mismatch,
+        500 => Answer::Mismatch,
+        _ => Answer::good(),
+    })
+    .await;
+    let job = Job::new(&fake, &rows(12));
+    let report = job.run().await;
+    // One that a second attempt mends, and three attempts at the one that stays so.
+    assert_eq!((report.written, report.failed, report.mismatches, report.retries), (11, 1, 4, 3));
+    let failure = &failures(&job.out())[0];
+    assert_eq!(failure["kind"], "mismatch");
+    assert_eq!(failure["reason"], "the proxy withholds the reply: not the request's dump");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn values_that_are_not_finite_fail_their_sample_and_no_other() {
     for spoil in [Spoil::Nan, Spoil::TooLarge] {
         let fake = Fake::start(move |tokens, _| {
@@ -110,6 +127,52 @@ async fn a_refusal_is_final_and_told_in_the_servers_words() {
     let failure = &failures(&job.out())[0];
     assert_eq!(failure["kind"], "refused");
     assert_eq!(failure["reason"], "the server answered 400 Bad Request: token 300 is beyond the vocabulary");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_setting_that_every_sample_is_refused_for_does_not_fail_the_data_set() {
+    let fake =
+        Fake::start(|_, _| Answer::Status(400, "`capture.points`: the model has no layer 99", None)).await;
+    let job = Job::new(&fake, &rows(130));
+    let report = job.run().await;
+    assert_eq!((report.written, report.failed, report.pending), (0, 20, 110));
+    let stopped = report.stopped.unwrap();
+    assert!(stopped.starts_with("20 samples were refused one after the other, none was done"), "{stopped}");
+    assert!(stopped.ends_with("the model has no layer 99"), "{stopped}");
+    fake.behave(|_, _| Answer::good());
+    assert!(job.run().await.complete);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn samples_that_are_refused_do_not_stop_a_run_that_has_done_others() {
+    let fake = Fake::start(|tokens, _| match tokens[0] / 100 {
+        10.. => Answer::Status(400, "beyond the vocabulary", None),
+        _ => Answer::good(),
+    })
+    .await;
+    let report = Job::new(&fake, &rows(130)).run().await;
+    assert_eq!((report.written, report.failed, report.pending), (10, 120, 0));
+    assert!(report.stopped.is_none());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_address_that_is_not_the_proxys_stops_the_run_at_once() {
+    for status in [301, 401, 403, 404] {
+        let fake = Fake::start(move |_, _| Answer::Status(status, "nothing here", None)).await;
+        let job = Job::new(&fake, &rows(30));
+        let report = job.run().await;
+        assert_eq!((report.failed, report.pending, fake.requests()), (0, 30, 1), "{status}");
+        let stopped = report.stopped.unwrap();
+        assert!(stopped.contains(&format!("the server answered {status} ")), "{stopped}");
+        assert!(stopped.ends_with("the address of the proxy, and open to us?"), "{stopped}");
+        // Nor does it fail what is left of a run that had begun well.
+        fake.behave(move |tokens, _| match tokens[0] {
+            0 => Answer::good(),
+            _ => Answer::Status(status, "no longer", None),
+        });
+        let report = job.run().await;
+        assert_eq!((report.written, report.failed, report.pending), (1, 0, 29), "{status}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -34,6 +34,8 @@ pub(crate) enum Answer {
     Dump(Box<Make>),
     /// An error.
     Status(u16, &'static str, Option<u64>),
+    /// The proxy's answer when the dump is another request's.
+    Mismatch,
     /// No answer: the connection is closed.
     HangUp,
 }
@@ -221,6 +223,12 @@ impl State {
                 }
                 let body = json!({"error": {"message": text}}).to_string();
                 Ok(response.body(Full::from(body)).unwrap())
+            }
+            Answer::Mismatch => {
+                let error = json!({"type": "mismatch", "code": 502, "message": "not the request's dump",
+                    "reason": "token_hash", "expected": {}, "found": {}});
+                let response = Response::builder().status(StatusCode::BAD_GATEWAY);
+                Ok(response.body(Full::from(json!({"error": error}).to_string())).unwrap())
             }
             Answer::Dump(make) => {
                 tokio::time::sleep(make.delay).await;
