@@ -51,7 +51,8 @@ pub struct RunArgs {
     /// Address of the proxy
     #[arg(long, value_name = "URL")]
     pub proxy: ProxyUrl,
-    /// The data set: JSONL with `input_ids` and, if wanted, `loss_mask` and `id`
+    /// The data set: JSONL with `input_ids` and, if wanted, `loss_mask` and `id`. Lines may be appended to it between runs; a
+    /// change of those that were there needs another `--out`
     #[arg(long, value_name = "FILE")]
     pub data: PathBuf,
     /// Where the files go; made if it is not there

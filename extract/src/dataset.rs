@@ -36,6 +36,8 @@ pub struct Dataset {
     pub repeated_ids: u64,
     /// XXH3-128 of the file's bytes: a run resumes only with the data it began with.
     pub fingerprint: String,
+    /// The file's length in bytes.
+    pub bytes: u64,
 }
 
 /// Where one good row lies and what it holds.
@@ -180,10 +182,35 @@ impl Dataset {
         if row == 0 {
             return Err(DatasetError::Empty { path: path.to_owned() });
         }
+        let bytes = lines.offset();
         file.seek(SeekFrom::Start(0)).map_err(failed)?;
-        let fingerprint = format!("{:032x}", whole.digest128());
+        let fingerprint = fingerprint(&whole);
         let path = path.to_owned();
-        Ok(Self { path, file, rows, bad, total_rows: row, total_tokens, repeated_ids, fingerprint })
+        Ok(Self { path, file, rows, bad, total_rows: row, total_tokens, repeated_ids, fingerprint, bytes })
+    }
+
+    /// Whether the file is a data set of `bytes` bytes and this `fingerprint` with lines appended: those bytes are as they
+    /// were, and no line that was there goes on.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn continues(&self, bytes: u64, fingerprint: &str) -> Result<bool, DatasetError> {
+        if bytes == 0 || bytes >= self.bytes {
+            return Ok(false);
+        }
+        let failed = |source| DatasetError::Io { path: self.path.clone(), source };
+        let mut whole = Xxh3Default::new();
+        let mut block = vec![0; 1 << 20];
+        let mut offset = 0;
+        while offset < bytes {
+            let length = usize::try_from(bytes - offset).map_or(block.len(), |rest| rest.min(block.len()));
+            self.file.read_exact_at(&mut block[..length], offset).map_err(failed)?;
+            whole.update(&block[..length]);
+            offset += length as u64;
+        }
+        let mut seam = [0; 2];
+        self.file.read_exact_at(&mut seam, bytes - 1).map_err(failed)?;
+        Ok(seam.contains(&b'\n') && self::fingerprint(&whole) == fingerprint)
     }
 
     /// The file.
@@ -207,6 +234,10 @@ impl Dataset {
             _ => Err(ReadRowError::Changed { line }),
         }
     }
+}
+
+fn fingerprint(bytes: &Xxh3Default) -> String {
+    format!("{:032x}", bytes.digest128())
 }
 
 fn is_blank(text: &[u8]) -> bool {

@@ -80,6 +80,8 @@ pub struct Settings {
     pub format: String,
     /// Fingerprint of the data set.
     pub dataset: String,
+    /// Length of the data set in bytes. Absent in ledgers that older versions began.
+    pub dataset_bytes: Option<u64>,
     /// Rows of the data set, good and bad.
     pub dataset_rows: u64,
 }
@@ -287,7 +289,9 @@ impl Ledger {
     pub fn settings(&self) -> Result<Option<Settings>, LedgerError> {
         let Some(format) = self.value("format")? else { return Ok(None) };
         let (dataset, dataset_rows) = (self.required("dataset")?, self.required("dataset_rows")?);
-        Ok(Some(Settings { format, dataset, dataset_rows }))
+        let bytes = self.value("dataset_bytes")?;
+        let dataset_bytes = bytes.map(|bytes| self.parsed("dataset_bytes", bytes)).transpose()?;
+        Ok(Some(Settings { format, dataset, dataset_bytes, dataset_rows }))
     }
 
     /// Records the settings of a run that begins.
@@ -295,15 +299,26 @@ impl Ledger {
     /// # Errors
     /// If the ledger cannot be written.
     pub fn begin(&mut self, settings: &Settings) -> Result<(), LedgerError> {
-        let pairs = [
+        let mut pairs = dataset_pairs(settings);
+        pairs.extend([
             ("format", settings.format.clone()),
-            ("dataset", settings.dataset.clone()),
-            ("dataset_rows", settings.dataset_rows.to_string()),
             ("tool", concat!("tether-extract ", env!("CARGO_PKG_VERSION")).to_owned()),
             ("begun", tether_dump::timestamp()),
-        ];
+        ]);
+        self.write(&pairs)
+    }
+
+    /// Records that the data set has become that of `settings`, by appended lines.
+    ///
+    /// # Errors
+    /// If the ledger cannot be written.
+    pub fn grow(&mut self, settings: &Settings) -> Result<(), LedgerError> {
+        self.write(&dataset_pairs(settings))
+    }
+
+    fn write(&mut self, pairs: &[(&str, String)]) -> Result<(), LedgerError> {
         let written = self.connection.transaction().and_then(|transaction| {
-            write_pairs(&transaction, &pairs)?;
+            write_pairs(&transaction, pairs)?;
             transaction.commit()
         });
         written.map_err(|source| self.sqlite(source))
@@ -385,6 +400,13 @@ impl Ledger {
         }
         Ok(leases)
     }
+}
+
+fn dataset_pairs(settings: &Settings) -> Vec<(&'static str, String)> {
+    let mut pairs =
+        vec![("dataset", settings.dataset.clone()), ("dataset_rows", settings.dataset_rows.to_string())];
+    pairs.extend(settings.dataset_bytes.map(|bytes| ("dataset_bytes", bytes.to_string())));
+    pairs
 }
 
 fn write_pairs(connection: &Connection, pairs: &[(&str, String)]) -> rusqlite::Result<()> {

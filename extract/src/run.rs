@@ -248,10 +248,19 @@ fn prepare(options: &RunOptions) -> Result<(Prepared, Report), RunError> {
     let settings = Settings {
         format: options.format.name().to_owned(),
         dataset: dataset.fingerprint.clone(),
+        dataset_bytes: Some(dataset.bytes),
         dataset_rows: dataset.total_rows,
     };
     let different = |difference| RunError::Different { path: options.out.clone(), difference };
     match ledger.settings()? {
+        Some(before) if has_grown(&before, &settings, &dataset)? => {
+            tracing::info!(
+                before = before.dataset_rows,
+                now = dataset.total_rows,
+                "lines were appended to the data set"
+            );
+            ledger.grow(&settings)?;
+        }
         Some(before) => {
             before.difference(&settings).map_or(Ok(()), |difference| Err(different(difference)))?;
         }
@@ -315,6 +324,16 @@ fn prepare(options: &RunOptions) -> Result<(Prepared, Report), RunError> {
     };
     let recorded = (recorded.len() - plan.damaged.len()) as u64;
     Ok((Prepared { _lock: lock, dataset, ledger, store, plan, identity, recorded }, report))
+}
+
+/// Whether the data set is the one that the run began with and more lines after it.
+fn has_grown(before: &Settings, now: &Settings, dataset: &Dataset) -> Result<bool, DatasetError> {
+    match before.dataset_bytes {
+        Some(bytes) if before.format == now.format && before.dataset != now.dataset => {
+            dataset.continues(bytes, &before.dataset)
+        }
+        _ => Ok(false),
+    }
 }
 
 /// A trainer's loader takes every file it finds, so a run does not begin among another's.

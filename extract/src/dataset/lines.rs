@@ -54,6 +54,11 @@ impl<R: BufRead> Lines<R> {
         Self { reader, buffer: Vec::new(), offset: 0, number: 0, limit }
     }
 
+    /// Bytes read so far.
+    pub(super) fn offset(&self) -> u64 {
+        self.offset
+    }
+
     /// The next line, feeding every byte read to `whole`; `None` at the end of the file.
     pub(super) fn next(&mut self, whole: &mut Xxh3Default) -> io::Result<Option<Line<'_>>> {
         self.buffer.clear();

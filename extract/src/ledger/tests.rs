@@ -25,7 +25,12 @@ fn identity() -> Identity {
 }
 
 fn settings() -> Settings {
-    Settings { format: "specforge/eagle3".into(), dataset: "d".into(), dataset_rows: 9 }
+    Settings {
+        format: "specforge/eagle3".into(),
+        dataset: "d".into(),
+        dataset_bytes: Some(99),
+        dataset_rows: 9,
+    }
 }
 
 #[test]

@@ -157,7 +157,9 @@ async fn other_settings_in_the_same_directory_are_refused_by_name() {
     assert!(same.unwrap().complete);
 
     let original = fs::read(job.data()).unwrap();
-    fs::write(job.data(), rows(7).join("\n")).unwrap();
+    let mut other = rows(7);
+    other.swap(1, 2);
+    fs::write(job.data(), other.join("\n")).unwrap();
     let error = job.run_with(|_| {}).await.unwrap_err().to_string();
     assert!(error.contains("the data set (hash of the file) is `"), "{error}");
     fs::write(job.data(), original).unwrap();
@@ -171,6 +173,38 @@ async fn other_settings_in_the_same_directory_are_refused_by_name() {
         "the model is `other`, this run began with `tiny`; use another --out for other settings"
     );
     assert_eq!(fake.requests(), requests + 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn appended_lines_are_extracted_and_the_others_left_alone() {
+    let fake = Fake::start(|_, _| Answer::good()).await;
+    // With and without a line feed at the end.
+    let job = Job::new(&fake, &rows(6));
+    assert!(job.run().await.complete);
+    let times = job.times();
+    for (count, end) in [(9, "\n"), (10, ""), (14, "")] {
+        fs::write(job.data(), rows(count).join("\n") + end).unwrap();
+        let report = job.run().await;
+        assert!(report.complete, "{report}");
+    }
+    assert_eq!(fake.requests(), 14);
+    let now = job.times();
+    assert!(times.iter().all(|(path, time)| now[path] == *time));
+    let verified = job.verify();
+    assert!(verified.is_sound() && verified.is_complete() && verified.good == 14, "{verified}");
+
+    // A line that goes on, one that changes its mask only, and lines that are gone.
+    let text = rows(14).join("\n");
+    let longer = text.clone() + "\u{20}\n" + &row(&[9]);
+    let masked =
+        text.replacen(r#"{"input_ids":[0]"#, r#"{"loss_mask":[0],"input_ids":[0]"#, 1) + "\n" + &row(&[9]);
+    assert_ne!(masked, text.clone() + "\n" + &row(&[9]));
+    for changed in [longer, masked, rows(13).join("\n") + "\n"] {
+        fs::write(job.data(), changed).unwrap();
+        let error = job.run_with(|_| {}).await.unwrap_err().to_string();
+        assert!(error.contains("the data set (hash of the file) is `"), "{error}");
+    }
+    assert_eq!(fake.requests(), 14);
 }
 
 #[tokio::test(flavor = "multi_thread")]
