@@ -17,6 +17,7 @@ mod python_env;
 mod setup;
 mod stack;
 mod test;
+mod wheels;
 mod workspace;
 
 /// Set-up, demo, tests and measurements of Tether.

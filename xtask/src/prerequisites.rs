@@ -12,17 +12,19 @@ use crate::process;
 const TEST_PROGRAMS: &[(&str, &str)] =
     &[("prometheus", "prometheus"), ("promtool", "prometheus"), ("chromium", "chromium")];
 
-/// What a Python must be for a set of packages.
+/// What a Python must be for a set of packages: its minor version, and modules that not every system installs.
 #[derive(Clone, Copy)]
-pub(crate) struct PythonRange {
-    pub(crate) lowest: u32,
-    pub(crate) highest: u32,
+pub(crate) struct PythonNeeds {
+    lowest: u32,
+    highest: u32,
+    modules: &'static [&'static str],
 }
 
 /// The wheels of libtorch's release.
-pub(crate) const LIBTORCH_PYTHON: PythonRange = PythonRange { lowest: 10, highest: 14 };
-/// The packages pinned in `tests/python/requirements.txt` (numpy is what asks for 3.11).
-pub(crate) const TEST_PYTHON: PythonRange = PythonRange { lowest: 11, highest: 14 };
+pub(crate) const LIBTORCH_PYTHON: PythonNeeds = PythonNeeds { lowest: 10, highest: 14, modules: &["pip"] };
+/// The packages pinned in `tests/python/requirements.txt` (numpy is what asks for 3.11), in an environment of their own.
+pub(crate) const TEST_PYTHON: PythonNeeds =
+    PythonNeeds { lowest: 11, highest: 14, modules: &["venv", "ensurepip"] };
 
 /// Refuses platforms on which the rest cannot work, instead of failing later in a linker.
 pub(crate) fn platform() -> Result<()> {
@@ -78,9 +80,9 @@ pub(crate) fn test_programs() -> Result<()> {
     bail!("tests need {}; on Debian and Ubuntu: apt-get install {}", names.join(", "), packages.join(" "));
 }
 
-/// A Python within `range` that has pip and venv: `python3`, else one that names its version.
-pub(crate) fn python(range: PythonRange) -> Result<PathBuf> {
-    let PythonRange { lowest, highest } = range;
+/// A Python that is as needed: `python3`, else one that names its version.
+pub(crate) fn python(needs: PythonNeeds) -> Result<PathBuf> {
+    let PythonNeeds { lowest, highest, modules } = needs;
     let versioned = (lowest..=highest).rev().map(|minor| format!("python3.{minor}"));
     let mut seen = Vec::new();
     for name in std::iter::once("python3".to_owned()).chain(versioned) {
@@ -93,19 +95,20 @@ pub(crate) fn python(range: PythonRange) -> Result<PathBuf> {
                 continue;
             }
         };
-        if !within(&version, range) {
+        if !within(&version, needs) {
             seen.push(format!("{name} is {version}"));
             continue;
         }
-        match ["pip", "venv", "ensurepip"].into_iter().find(|module| !has_module(&path, module)) {
+        match modules.iter().find(|module| !has_module(&path, module)) {
             None => return Ok(path),
             Some(module) => seen.push(format!("{name} {version} has no module `{module}`")),
         }
     }
     let found = if seen.is_empty() { "no python3 on PATH".to_owned() } else { seen.join("; ") };
     bail!(
-        "needs Python 3.{lowest} to 3.{highest} with pip and venv; found: {found}\n\
-         On Debian and Ubuntu: apt-get install python3 python3-pip python3-venv"
+        "needs Python 3.{lowest} to 3.{highest} with {}; found: {found}\n\
+         On Debian and Ubuntu: apt-get install python3 python3-pip python3-venv",
+        modules.join(" and ")
     );
 }
 
@@ -121,10 +124,10 @@ pub(crate) fn disk_space(dir: &Path, gigabytes: u64, purpose: &str) -> Result<()
     Ok(())
 }
 
-fn within(version: &str, range: PythonRange) -> bool {
+fn within(version: &str, needs: PythonNeeds) -> bool {
     let mut parts = version.split('.').map(str::parse::<u32>);
     match (parts.next(), parts.next()) {
-        (Some(Ok(3)), Some(Ok(minor))) => (range.lowest..=range.highest).contains(&minor),
+        (Some(Ok(3)), Some(Ok(minor))) => (needs.lowest..=needs.highest).contains(&minor),
         _ => false,
     }
 }
@@ -166,6 +169,30 @@ mod tests {
             assert!(!within(bad, TEST_PYTHON), "{bad}");
         }
         assert!(within("3.10.4", LIBTORCH_PYTHON));
+    }
+
+    #[test]
+    fn only_the_tests_ask_for_a_python_that_makes_environments() {
+        assert_eq!(LIBTORCH_PYTHON.modules, ["pip"]);
+        assert_eq!(TEST_PYTHON.modules, ["venv", "ensurepip"]);
+        let error = python(PythonNeeds { modules: &["a_module_that_is_not_there"], ..LIBTORCH_PYTHON });
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("has no module `a_module_that_is_not_there`"), "{error}");
+    }
+
+    #[test]
+    fn the_readme_names_what_is_asked_for() {
+        let readme = std::fs::read_to_string(crate::workspace::root().join("README.md")).unwrap();
+        for needs in [LIBTORCH_PYTHON, TEST_PYTHON] {
+            let range = format!("Python 3.{} to 3.{}", needs.lowest, needs.highest);
+            assert!(readme.contains(&range), "{range}");
+        }
+        for word in ["build-essential", "make", "with pip", "with venv"] {
+            assert!(readme.contains(word), "{word}");
+        }
+        for (program, package) in TEST_PROGRAMS {
+            assert!(readme.contains(package), "{program} is of {package}");
+        }
     }
 
     #[test]

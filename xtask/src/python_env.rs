@@ -1,16 +1,12 @@
-//! The Python environment of the tests: `.tether/venv`, exactly the pinned packages, and `pip install` that survives
-//! a bad connection.
+//! The Python environment of the tests: `.tether/venv`, exactly the pinned packages.
 
 use std::fs;
-use std::io::IsTerminal;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::thread;
-use std::time::Duration;
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 
-use crate::{prerequisites, process, workspace};
+use crate::wheels::{self, pip_install};
+use crate::{libtorch, prerequisites, process, workspace};
 
 /// Installed with their dependencies' exact versions, which the file lists too.
 const REQUIREMENTS: &str = "tests/python/requirements.txt";
@@ -18,9 +14,6 @@ const REQUIREMENTS: &str = "tests/python/requirements.txt";
 const REQUIREMENTS_NO_DEPS: &str = "tests/python/requirements-no-deps.txt";
 /// Written last into the environment: its presence means that the environment is whole.
 const STAMP: &str = ".tether-installed";
-
-/// How often a failed `pip install` is tried. What was fetched whole is in pip's cache, so a new try goes on from there.
-const ATTEMPTS: u32 = 4;
 
 /// The interpreter of the test environment.
 pub(crate) fn interpreter() -> PathBuf {
@@ -40,6 +33,8 @@ pub(crate) fn ensure() -> Result<()> {
     println!("Python environment: installing the pinned packages (about 2.5 GB to fetch, 5 GB unpacked)");
     // From nothing, so that a half-installed package or one that is no longer listed cannot stay.
     process::run(process::command(&python).args(["-m", "venv", "--clear"]).arg(&venv))?;
+    // By far the largest package; a wheel that was fetched for libtorch serves here too, if it is for this Python.
+    wheels::fetch(&interpreter(), &[libtorch::TORCH])?;
     pip_install(&interpreter(), |pip| {
         pip.args(["--requirement", REQUIREMENTS]);
     })?;
@@ -60,56 +55,9 @@ fn wanted() -> Result<String> {
     Ok(text)
 }
 
-/// `pip install` with the arguments that `with` adds, tried again when it fails. Where packages come from is pip's own
-/// configuration.
-pub(crate) fn pip_install(python: &Path, with: impl Fn(&mut Command)) -> Result<()> {
-    let version = process::read(process::command(python).args(["-m", "pip", "--version"]))?;
-    let mut wait = Duration::from_secs(2);
-    for attempt in 1.. {
-        let mut pip = process::command(python);
-        pip.args(["-m", "pip", "install", "--disable-pip-version-check", "--no-input"]);
-        // Nothing is installed into the system, which is what pip warns root about.
-        pip.env("PIP_ROOT_USER_ACTION", "ignore");
-        if !std::io::stdout().is_terminal() {
-            pip.arg("--quiet");
-        }
-        if resumes(&version) {
-            pip.args(["--resume-retries", "10"]);
-        }
-        with(&mut pip);
-        match process::run(&mut pip) {
-            Ok(()) => return Ok(()),
-            Err(error) if attempt == ATTEMPTS => {
-                return Err(error).with_context(|| format!("tried {ATTEMPTS} times"));
-            }
-            Err(error) => {
-                eprintln!("{error}\ntrying again in {} s ({} of {ATTEMPTS})", wait.as_secs(), attempt + 1);
-                thread::sleep(wait);
-                wait *= 3;
-            }
-        }
-    }
-    unreachable!("the loop ends by returning")
-}
-
-/// Whether this pip can go on within a file whose download broke off: since 25.1.
-fn resumes(version: &str) -> bool {
-    let number = version.strip_prefix("pip ").and_then(|rest| rest.split(' ').next()).unwrap_or_default();
-    let mut parts = number.split('.').map(|part| part.parse::<u32>().unwrap_or(0));
-    (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) >= (25, 1)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn only_a_pip_that_can_resume_is_asked_to() {
-        assert!(resumes("pip 25.1 from /usr/lib/python3 (python 3.13)"));
-        assert!(resumes("pip 26.0.1 from /x (python 3.13)") && resumes("pip 25.3 from /x"));
-        assert!(!resumes("pip 25.0.1 from /x (python 3.11)"));
-        assert!(!resumes("pip 23.2.1 from /x") && !resumes("") && !resumes("pip"));
-    }
 
     #[test]
     fn every_package_is_pinned_to_one_version() {
@@ -119,6 +67,6 @@ mod tests {
             let (name, version) = line.split_once("==").unwrap_or_else(|| panic!("`{line}` pins no version"));
             assert!(!name.is_empty() && version.starts_with(|c: char| c.is_ascii_digit()), "`{line}`");
         }
-        assert!(wanted().unwrap().contains(&format!("torch=={}\n", crate::libtorch::VERSION)));
+        assert!(wanted().unwrap().contains(&format!("torch=={}\n", libtorch::VERSION)));
     }
 }

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 
 use anyhow::{Context, Result};
 
-use crate::{golden, libtorch, prerequisites, python_env, workspace};
+use crate::{golden, libtorch, prerequisites, python_env, wheels, workspace};
 
 /// Check prerequisites; fetch libtorch and the Python environment of the tests into `.tether/`, and make the tests'
 /// references there.
@@ -35,15 +35,19 @@ pub(crate) fn minimal() -> Result<()> {
     prerequisites::platform()?;
     prerequisites::build_tools()?;
     let _lock = lock()?;
-    libtorch::ensure()
+    libtorch::ensure()?;
+    wheels::clear_downloads()
 }
 
 /// What building, running and testing need.
 pub(crate) fn full() -> Result<()> {
-    minimal()?;
+    prerequisites::platform()?;
+    prerequisites::build_tools()?;
     {
         let _lock = lock()?;
+        libtorch::ensure()?;
         python_env::ensure()?;
+        wheels::clear_downloads()?;
     }
     references()
 }

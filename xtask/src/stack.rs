@@ -274,7 +274,7 @@ impl Service {
     }
 }
 
-/// A child that does not outlive its owner. In a process group of its own, so that Ctrl-C reaches only us, and we stop
+/// A child that does not outlive its owner, not even one that is killed. In a process group of its own, so that Ctrl-C reaches only us, and we stop
 /// the children in the order that loses nothing.
 struct Running {
     child: Child,
@@ -284,6 +284,7 @@ struct Running {
 impl Running {
     fn spawn(command: &mut Command) -> Result<Self> {
         let line = process::show(command);
+        die_with_this_process(command);
         let child =
             command.process_group(0).spawn().with_context(|| format!("`{line}` could not be started"))?;
         Ok(Self { child, ended: None })
@@ -303,6 +304,22 @@ impl Running {
             let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
         }
     }
+}
+
+/// Has the kernel end the child when the thread that starts it does. The demo's is the main one.
+fn die_with_this_process(command: &mut Command) {
+    let parent = rustix::process::getpid();
+    let arm = move || {
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+        // We may have died before the signal was armed.
+        if rustix::process::getppid() == Some(parent) {
+            Ok(())
+        } else {
+            Err(std::io::ErrorKind::NotFound.into())
+        }
+    };
+    // SAFETY: between fork and exec `arm` makes two system calls; it neither takes a lock nor allocates.
+    unsafe { command.pre_exec(arm) };
 }
 
 impl Drop for Running {

@@ -39,6 +39,22 @@ fn an_interrupt_ends_the_waiting_and_stops_the_child() {
 }
 
 #[test]
+fn a_child_whose_owner_is_killed_ends_with_it() {
+    // To the kernel the owner is the thread. This one ends without a word to its child.
+    let start = || Running::spawn(process::command("sleep").arg("600")).unwrap();
+    let mut orphan = thread::spawn(start).join().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let status = loop {
+        match orphan.poll().unwrap() {
+            Some(status) => break status,
+            None => assert!(Instant::now() < deadline, "it lives on"),
+        }
+        thread::sleep(POLL);
+    };
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(Signal::KILL.as_raw()));
+}
+
+#[test]
 fn a_service_is_asked_to_stop_and_its_exit_code_counts() {
     let logs = tempfile::tempdir().unwrap();
     for (code, good) in [(0, true), (3, false)] {
