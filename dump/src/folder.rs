@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::torch_file::{Storage, write_tensor};
-use crate::write::{TEMPORARY_SUFFIX, temporary_prefix};
+use crate::write::{TEMPORARY_SUFFIX, sync_dir, temporary_prefix};
 use crate::{
     CapturePoint, Dtype, Dump, FORMAT_VERSION, FinalState, Head, Metadata, PublishError, Published,
     ReadError, RequestId, Rows, TokenHash,
@@ -136,7 +136,11 @@ pub fn publish_folder(
     // It has another name now.
     let _ = temporary.keep();
     if sync {
-        File::open(dir).and_then(|dir| dir.sync_all()).map_err(io)?;
+        // Without it the request fails, and must leave nothing.
+        if let Err(error) = sync_dir(dir) {
+            let _ = crate::DumpLayout::remove(&path);
+            return Err(io(error));
+        }
     }
     Ok(Published { path, bytes })
 }

@@ -209,9 +209,22 @@ pub fn publish(
         _ => io(error.error),
     })?; // then the name, never over another dump,
     if sync {
-        File::open(dir).and_then(|dir| dir.sync_all()).map_err(io)?; // then the directory entry
+        // then the directory entry: without it the request fails, and must leave nothing
+        if let Err(error) = sync_dir(dir) {
+            let _ = fs::remove_file(&path);
+            return Err(io(error));
+        }
     }
     Ok(Published { path, bytes })
+}
+
+/// Makes what was renamed into `dir` survive a power cut.
+pub(crate) fn sync_dir(dir: &Path) -> io::Result<()> {
+    #[cfg(test)]
+    if tests::FAIL_SYNC_DIR.get() {
+        return Err(io::Error::from_raw_os_error(5));
+    }
+    File::open(dir)?.sync_all()
 }
 
 impl Dump<'_> {
@@ -268,7 +281,47 @@ pub fn remove_stale_temporaries(dir: &Path) -> io::Result<usize> {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
+
+    thread_local! {
+        /// Makes [`sync_dir`] fail on this thread, as a full disk does.
+        pub(super) static FAIL_SYNC_DIR: Cell<bool> = const { Cell::new(false) };
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_synced_fails_the_write_and_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let id = RequestId::new();
+        let metadata = Metadata {
+            request_id: id,
+            call_id: None,
+            client_rid: None,
+            model: String::new(),
+            config_hash: String::new(),
+            num_layers: 1,
+            points: vec![crate::CapturePoint::Residual(1)],
+            final_state: crate::FinalState::None,
+            rows: crate::Rows::Prompt,
+            prompt_tokens: 1,
+            dtype: crate::Dtype::Float32,
+            token_hash: crate::TokenHash::of(&[7]),
+            server: String::new(),
+            created: String::new(),
+        };
+        let dump = Dump { metadata: &metadata, token_ids: &[7], hidden_states: &[0; 8], hidden_size: 2 };
+        for layout in [crate::DumpLayout::File, crate::DumpLayout::Directory] {
+            let publish = || layout.publish(dir.path(), &dump, true, &|| false);
+            FAIL_SYNC_DIR.set(true);
+            assert!(matches!(publish(), Err(PublishError::Io { .. })));
+            FAIL_SYNC_DIR.set(false);
+            assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "{layout}");
+            // So the client can come again under the same name.
+            let published = publish().unwrap();
+            crate::DumpLayout::remove(&published.path).unwrap();
+        }
+    }
 
     #[test]
     fn only_names_of_dumps_under_way_count_as_temporaries() {

@@ -8,10 +8,12 @@ use std::time::{Duration, Instant};
 use futures_util::future::try_join_all;
 use serde_json::Value;
 use tether_dump::{DumpLayout, RequestId};
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::Notify;
 
-use crate::budget::{Budget, Reservation};
-use crate::engine::{Done, Engine, Finish, Job, JobCapture, StopText, Ticket, Withdrawn};
+use crate::budget::Budget;
+use crate::engine::{
+    Done, DoneSender, Engine, Finish, Job, JobCapture, Pending, StopText, Ticket, Withdrawn,
+};
 use crate::error::ApiError;
 use crate::identity::{InFlightRids, RidGuard, is_plain_name};
 use crate::metrics::Metrics;
@@ -19,7 +21,6 @@ use crate::plan::{Originals, Plan, Planner};
 use crate::reply;
 use crate::request::GenerateRequest;
 use crate::sampling::Logprobs;
-use crate::sink;
 use crate::tokenizer::{StopStrings, Tokenizer};
 
 /// Bodies up to this long are read and tokenised where they arrive; longer ones would hold up other connections.
@@ -142,34 +143,7 @@ impl App {
     ) -> Result<Generated, ApiError> {
         let deadline = tokio::time::Instant::now() + self.queue_timeout;
         let (batch, mut plans) = self.prepare(body, call_id, originals).await?;
-        let mut call = Call::default();
-        for plan in &plans {
-            let ticket = Ticket::new();
-            call.guards.push(self.rids.take(&plan.identity.rid, &ticket)?);
-            call.tickets.push(ticket);
-        }
-        for plan in plans.iter().filter(|plan| plan.capture.is_some()) {
-            let id = plan.identity.id;
-            if DumpLayout::find(&self.dump_dir, id).is_some() {
-                return Err(ApiError::AlreadyPublished { id });
-            }
-        }
-        let needed: u64 = plans.iter().filter_map(|plan| Some(plan.capture.as_ref()?.max_bytes)).sum();
-        let mut reservation = match needed {
-            0 => None,
-            _ => Some(
-                self.budget
-                    .reserve(needed, deadline.saturating_duration_since(tokio::time::Instant::now()))
-                    .await?,
-            ),
-        };
-        // Draining may have begun while this call waited for room, but it was in flight then and is to be finished.
-        let jobs = plans.iter_mut().zip(&call.tickets).map(|(plan, ticket)| {
-            let (reply, receiver) = oneshot::channel();
-            call.receivers.push(receiver);
-            job(plan, ticket, reply, &mut reservation, self.planner.tokenizer.as_ref())
-        });
-        self.engine.submit(jobs.collect())?;
+        let mut call = self.begin(&mut plans, deadline).await?;
         let done = call.wait(deadline, self.queue_timeout).await?;
         let tokenizer = self.planner.tokenizer.as_deref();
         let elements = plans.iter().zip(&done);
@@ -185,6 +159,55 @@ impl App {
             captured: captured(&plans, &done),
             aborted: done.iter().any(|done| done.finish == Finish::Aborted),
         })
+    }
+
+    /// Gives the prompts of a call to the engine, once their dumps have room. Jobs that were all aborted meanwhile are not
+    /// given to it.
+    async fn begin(&self, plans: &mut [Plan], deadline: tokio::time::Instant) -> Result<Call, ApiError> {
+        let mut call = Call::default();
+        call.tickets.extend(plans.iter().map(|_| Ticket::new()));
+        for (index, plan) in plans.iter().enumerate() {
+            let mut names = vec![Arc::new(self.rids.take(&plan.identity.rid, &call.tickets[index..=index])?)];
+            if let (Some(rid), (0, samples)) = (&plan.prompt_rid, plan.sample) {
+                names.push(Arc::new(self.rids.take(rid, &call.tickets[index..index + samples])?));
+            }
+            call.names.push(names);
+        }
+        for plan in plans.iter().filter(|plan| plan.capture.is_some()) {
+            let id = plan.identity.id;
+            if DumpLayout::find(&self.dump_dir, id).is_some() {
+                return Err(ApiError::AlreadyPublished { id });
+            }
+        }
+        let needed: u64 = plans.iter().filter_map(|plan| Some(plan.capture.as_ref()?.max_bytes)).sum();
+        let mut reservation = None;
+        if needed > 0 {
+            let patience = deadline.saturating_duration_since(tokio::time::Instant::now());
+            let aborted =
+                futures_util::future::join_all(call.tickets.iter().map(|ticket| ticket.wait_withdrawn()));
+            tokio::select! {
+                reserved = self.budget.reserve(needed, patience) => reservation = Some(reserved?),
+                // The engine answers them as it does those that it finds aborted in its queue.
+                _ = aborted => plans.iter_mut().for_each(|plan| plan.capture = None),
+            }
+        }
+        // Draining may have begun while this call waited for room, but it was in flight then and is to be finished.
+        let mut jobs = Vec::with_capacity(plans.len());
+        for ((plan, ticket), names) in plans.iter_mut().zip(&call.tickets).zip(&call.names) {
+            let (pending, done, capture) = Pending::new(plan.capture.is_some());
+            call.pending.push(pending);
+            let capture = plan.capture.take().zip(reservation.as_mut()).zip(capture);
+            let capture = capture.map(|((capture, whole), reply)| JobCapture {
+                spec: capture.spec,
+                metadata: capture.metadata,
+                reservation: whole.split(capture.max_bytes),
+                bytes: capture.max_bytes,
+                reply,
+            });
+            jobs.push(job(plan, ticket, names, done, capture, self.planner.tokenizer.as_ref()));
+        }
+        self.engine.submit(jobs)?;
+        Ok(call)
     }
 
     async fn prepare(
@@ -207,9 +230,12 @@ impl App {
                 _ => Some(fresh),
             };
             let call_id = given.or(own);
-            let plans = app.planner.plan(request, call_id.as_deref(), &originals)?;
+            let mut plans = app.planner.plan(request, call_id.as_deref(), &originals)?;
             // A single prompt without any name of its own has the one that its dump gets.
             let call_id = call_id.or_else(|| Some(plans.first()?.identity.id.to_string()));
+            for metadata in plans.iter_mut().filter_map(|plan| Some(&mut plan.capture.as_mut()?.metadata)) {
+                metadata.call_id.clone_from(&call_id);
+            }
             Ok::<_, ApiError>((batch, plans, call_id))
         };
         let (batch, plans, known) = if short {
@@ -225,16 +251,11 @@ impl App {
         Ok((batch, plans))
     }
 
-    /// `/abort_request`: withdraws the request called exactly `rid`. SGLang answers alike whether there is one or not.
+    /// `/abort_request`: withdraws the request called exactly `rid`, with all its samples. SGLang answers alike whether there
+    /// is one or not.
     pub fn abort(&self, rid: &str) {
-        let abort = |rid: &str| {
-            let ticket = self.rids.find(rid);
-            ticket.map(|ticket| ticket.withdraw(Withdrawn::Aborted)).is_some()
-        };
-        abort(rid);
-        // The samples of a prompt that is named by a request ID; no other name looks like theirs.
-        if rid.parse::<RequestId>().is_ok() {
-            (0..).map(|index| abort(&format!("{rid}_{index}"))).take_while(|found| *found).for_each(drop);
+        for ticket in self.rids.find(rid).unwrap_or_default() {
+            ticket.withdraw(Withdrawn::Aborted);
         }
     }
 
@@ -282,15 +303,11 @@ fn captured(plans: &[Plan], done: &[Done]) -> Vec<bool> {
 fn job(
     plan: &mut Plan,
     ticket: &Arc<Ticket>,
-    reply: oneshot::Sender<Result<Done, ApiError>>,
-    reservation: &mut Option<Reservation>,
+    names: &[Arc<RidGuard>],
+    reply: DoneSender,
+    capture: Option<JobCapture>,
     tokenizer: Option<&Arc<Tokenizer>>,
 ) -> Job {
-    let capture = plan.capture.take().zip(reservation.as_mut()).map(|(capture, whole)| JobCapture {
-        spec: capture.spec,
-        metadata: capture.metadata,
-        reservation: whole.split(capture.max_bytes),
-    });
     Job {
         ticket: Arc::clone(ticket),
         token_ids: std::mem::take(&mut plan.token_ids),
@@ -301,7 +318,7 @@ fn job(
         ends: std::mem::take(&mut plan.ends),
         stop_text: tokenizer.filter(|_| !plan.stop.is_empty()).map(|tokenizer| {
             let (tokenizer, strings) = (Arc::clone(tokenizer), plan.stop.clone());
-            Box::new(StopStrings::new(tokenizer, plan.skip_special_tokens, strings)) as Box<dyn StopText>
+            Box::new(StopStrings::new(tokenizer, strings)) as Box<dyn StopText>
         }),
         sampling: std::mem::take(&mut plan.sampling),
         sample: plan.sample.0,
@@ -314,6 +331,7 @@ fn job(
         events: None,
         capture,
         reply,
+        names: names.to_vec(),
         queued: Instant::now(),
     }
 }
@@ -323,9 +341,9 @@ fn job(
 #[derive(Default)]
 struct Call {
     tickets: Vec<Arc<Ticket>>,
-    receivers: Vec<oneshot::Receiver<Result<Done, ApiError>>>,
-    published: Mutex<Vec<PathBuf>>,
-    guards: Vec<RidGuard>,
+    pending: Vec<Pending>,
+    /// Of each job; it keeps them as long as it runs, this call until it is answered.
+    names: Vec<Vec<Arc<RidGuard>>>,
     delivered: bool,
 }
 
@@ -336,15 +354,7 @@ impl Call {
         deadline: tokio::time::Instant,
         patience: Duration,
     ) -> Result<Vec<Done>, ApiError> {
-        let published = &self.published;
-        let mut all = std::pin::pin!(try_join_all(self.receivers.iter_mut().map(|receiver| async move {
-            // A sender that is dropped without a word: the thread that had it is gone.
-            let done = receiver.await.unwrap_or(Err(ApiError::EngineStopped))?;
-            if let Some(capture) = &done.capture {
-                lock(published).push(capture.path.clone());
-            }
-            Ok::<Done, ApiError>(done)
-        })));
+        let mut all = std::pin::pin!(try_join_all(self.pending.iter_mut().map(Pending::finished)));
         tokio::select! {
             done = &mut all => return done,
             () = tokio::time::sleep_until(deadline) => {}
@@ -363,18 +373,6 @@ impl Drop for Call {
             return;
         }
         self.tickets.iter().for_each(|ticket| ticket.withdraw(Withdrawn::Gone));
-        for receiver in &mut self.receivers {
-            receiver.close();
-            // It may have been answered between the last poll and now.
-            if let Ok(Ok(Done { capture: Some(capture), .. })) = receiver.try_recv() {
-                sink::remove(&capture.path);
-            }
-        }
-        lock(&self.published).iter().for_each(|path| sink::remove(path));
+        self.pending.iter_mut().for_each(Pending::abandon);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    // What is locked here is a list that only grows.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -40,6 +40,8 @@ struct State {
     /// Published since the scan that is under way began; it may or may not have seen them.
     during_scan: u64,
     waiting: usize,
+    /// Entries of the directory that the last scan could not read.
+    unread: usize,
 }
 
 /// Bytes set aside for a request until dropped or published.
@@ -138,10 +140,15 @@ impl Budget {
 
     fn scan(&self) -> io::Result<()> {
         self.lock().during_scan = 0;
-        let (found, expired) = measure(&self.dir, self.ttl)?;
+        let Found { bytes: found, expired, unread } = measure(&self.dir, self.ttl)?;
         if expired > 0 {
             self.metrics.dumps_expired.inc_by(expired);
             tracing::info!(dumps = expired, "removed dumps older than --dump-ttl");
+        }
+        // Said when it begins, not at every scan.
+        let was_unread = std::mem::replace(&mut self.lock().unread, unread.len());
+        if let Some(first) = unread.first().filter(|_| unread.len() > was_unread) {
+            tracing::error!(entries = unread.len(), first, "a part of the dump directory is not counted");
         }
         if let Ok(stat) = rustix::fs::statvfs(&self.dir) {
             self.metrics.dump_free_bytes.set(gauge(stat.f_bavail.saturating_mul(stat.f_frsize)));
@@ -210,10 +217,28 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// Bytes of the files in `dir` and of dumps in folders that readers can see, after deleting dumps older than `ttl`; and how many those were.
-/// Dot-names are dumps under way, which their reservations count.
-fn measure(dir: &Path, ttl: Option<Duration>) -> io::Result<(u64, u64)> {
-    let (mut bytes, mut expired) = (0, 0);
+/// What a look at the dump directory found.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Found {
+    bytes: u64,
+    /// Dumps past their time that were removed.
+    expired: u64,
+    /// What could not be looked at or removed, and is not counted.
+    unread: Vec<String>,
+}
+
+/// Bytes of the files in `dir` and of dumps in folders that readers can see, after deleting dumps older than `ttl`. Dot-names are
+/// dumps under way, which their reservations count. One entry that cannot be read is no reason not to count the others.
+fn measure(dir: &Path, ttl: Option<Duration>) -> io::Result<Found> {
+    measure_by(dir, ttl, entry_len)
+}
+
+fn measure_by(
+    dir: &Path,
+    ttl: Option<Duration>,
+    entry_len: impl Fn(&fs::DirEntry) -> io::Result<Option<(u64, SystemTime)>>,
+) -> io::Result<Found> {
+    let mut found = Found::default();
     let now = SystemTime::now();
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
@@ -221,26 +246,45 @@ fn measure(dir: &Path, ttl: Option<Duration>) -> io::Result<(u64, u64)> {
         if name.as_encoded_bytes().starts_with(b".") {
             continue;
         }
-        let metadata = match entry.metadata() {
-            Ok(metadata) => metadata,
+        let (len, modified) = match entry_len(&entry) {
+            Ok(Some(measured)) => measured,
+            Ok(None) => continue,
             // Deleted by its reader since the listing.
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            Err(error) => return Err(error),
+            Err(error) => {
+                found.unread.push(format!("{}: {error}", entry.path().display()));
+                continue;
+            }
         };
-        let len = match metadata.is_dir() {
-            true if is_dump(&name) => folder_len(&entry.path())?,
-            true => continue,
-            false if metadata.is_file() => metadata.len(),
-            false => continue,
-        };
-        let age = metadata.modified().ok().and_then(|at| now.duration_since(at).ok()).unwrap_or_default();
-        if ttl.is_some_and(|ttl| age > ttl) && is_dump(&name) && DumpLayout::remove(&entry.path()).is_ok() {
-            expired += 1;
-        } else {
-            bytes += len;
+        let age = now.duration_since(modified).unwrap_or_default();
+        if ttl.is_none_or(|ttl| age <= ttl) || !is_dump(&name) {
+            found.bytes += len;
+            continue;
+        }
+        match DumpLayout::remove(&entry.path()) {
+            Ok(()) => found.expired += 1,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => {
+                found.unread.push(format!(
+                    "{} is past --dump-ttl and cannot be removed: {error}",
+                    entry.path().display()
+                ));
+                found.bytes += len;
+            }
         }
     }
-    Ok((bytes, expired))
+    Ok(found)
+}
+
+/// Bytes of an entry and when it was made; `None` of what is no file and no dump.
+fn entry_len(entry: &fs::DirEntry) -> io::Result<Option<(u64, SystemTime)>> {
+    let metadata = entry.metadata()?;
+    let len = match metadata.is_dir() {
+        true if is_dump(&entry.file_name()) => folder_len(&entry.path())?,
+        false if metadata.is_file() => metadata.len(),
+        _ => return Ok(None),
+    };
+    Ok(Some((len, metadata.modified()?)))
 }
 
 /// Bytes of the files in a dump of the legacy layout.
@@ -289,12 +333,28 @@ mod tests {
         fs::write(folder.join("done"), []).unwrap();
         fs::create_dir(dir.path().join("somebody's")).unwrap();
         fs::write(dir.path().join("somebody's/file"), [0; 9000]).unwrap();
-        assert_eq!(measure(dir.path(), None).unwrap(), (750, 0));
-        assert_eq!(measure(dir.path(), Some(LONG)).unwrap(), (750, 0));
+        let found = |ttl| measure(dir.path(), ttl).map(|found| (found.bytes, found.expired)).unwrap();
+        assert_eq!(found(None), (750, 0));
+        assert_eq!(found(Some(LONG)), (750, 0));
         let old = SystemTime::now() - 2 * LONG;
         fs::File::open(&folder).unwrap().set_modified(old).unwrap();
-        assert_eq!(measure(dir.path(), Some(LONG)).unwrap(), (0, 1));
+        assert_eq!(found(Some(LONG)), (0, 1));
         assert!(!folder.exists());
+    }
+
+    #[test]
+    fn an_entry_that_cannot_be_read_is_named_and_the_others_are_counted() {
+        let dir = tempfile::tempdir().unwrap();
+        let [good, bad] = [RequestId::new(), RequestId::new()].map(|id| dump_path(dir.path(), id));
+        fs::write(good, [0; 300]).unwrap();
+        fs::write(&bad, [0; 50]).unwrap();
+        let refuse = |entry: &fs::DirEntry| match entry.path() == bad {
+            true => Err(io::ErrorKind::StaleNetworkFileHandle.into()),
+            false => entry_len(entry),
+        };
+        let found = measure_by(dir.path(), Some(LONG), refuse).unwrap();
+        assert_eq!((found.bytes, found.unread.len()), (300, 1));
+        assert!(found.unread[0].starts_with(bad.to_str().unwrap()), "{:?}", found.unread);
     }
 
     fn budget(dir: &Path, limit: u64, ttl: Option<Duration>) -> Arc<Budget> {
@@ -380,7 +440,8 @@ mod tests {
         for path in [&old, &other] {
             fs::File::options().write(true).open(path).unwrap().set_modified(long_ago).unwrap();
         }
-        assert_eq!(measure(dir.path(), Some(Duration::from_secs(60))).unwrap(), (20, 1));
+        let found = measure(dir.path(), Some(Duration::from_secs(60))).unwrap();
+        assert_eq!((found.bytes, found.expired), (20, 1));
         assert!(!old.exists() && young.exists() && other.exists());
     }
 

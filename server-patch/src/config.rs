@@ -196,6 +196,14 @@ pub enum ConfigError {
         /// What the file system says.
         source: io::Error,
     },
+    /// What ends a text cannot be known.
+    #[error("{} cannot be read: {reason}; `eos_token_id` may be a token ID or a list of them", path.display())]
+    Generation {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A size in the config that makes no sense.
     #[error("--model {}: `{key}` is {value}", dir.display())]
     Size {
@@ -266,7 +274,7 @@ impl Args {
             hidden_size: size("hidden_size", config.hidden_size)?,
             vocab_size: config.vocab_size,
             context: size("max_position_embeddings", config.max_position_embeddings)?,
-            eos_token_ids: config.eos_token_id,
+            eos_token_ids: ends(dir, config.eos_token_id)?,
         })
     }
 
@@ -295,6 +303,40 @@ impl Args {
             layout: self.dump_layout,
         })
     }
+}
+
+/// The tokens that end a text: those of `config.json`, and those of `generation_config.json`, which may name others (an
+/// instruct model's end of a turn, say). SGLang and transformers honour both.
+fn ends(dir: &Path, mut of_config: Vec<i64>) -> Result<Vec<i64>, ConfigError> {
+    #[derive(serde::Deserialize)]
+    #[serde(untagged)]
+    enum OneOrMany {
+        One(i64),
+        Many(Vec<i64>),
+    }
+    #[derive(serde::Deserialize)]
+    struct GenerationConfig {
+        eos_token_id: Option<OneOrMany>,
+    }
+    let path = dir.join("generation_config.json");
+    let bytes = match fs::read(&path) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(of_config),
+        Err(error) => return Err(ConfigError::Generation { path, reason: error.to_string() }),
+    };
+    let read: GenerationConfig = serde_json::from_slice(&bytes)
+        .map_err(|error| ConfigError::Generation { path, reason: error.to_string() })?;
+    let more = match read.eos_token_id {
+        None => Vec::new(),
+        Some(OneOrMany::One(id)) => vec![id],
+        Some(OneOrMany::Many(ids)) => ids,
+    };
+    for id in more {
+        if !of_config.contains(&id) {
+            of_config.push(id);
+        }
+    }
+    Ok(of_config)
 }
 
 /// Makes the dump directory if need be, tries to write in it, removes what a killed server left, and returns its absolute

@@ -2,6 +2,7 @@
 
 mod active;
 mod packing;
+mod pending;
 mod queue;
 mod run;
 mod step;
@@ -15,13 +16,15 @@ use std::time::Instant;
 
 use tether_dump::{Metadata, Rows};
 use tether_model::CaptureSpec;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 
+pub use pending::{CaptureSender, DoneSender, Pending};
 pub use step::{States, StepCapture, StepError, StepModel, StepOutput, StepSequence};
 pub use ticket::{Ticket, Withdrawn};
 
 use crate::budget::Reservation;
 use crate::error::ApiError;
+use crate::identity::RidGuard;
 use crate::metrics::Metrics;
 use crate::sampling::{Logprobs, SamplingParams, TokenLogprob};
 use crate::sink::{CaptureReply, Sink};
@@ -57,7 +60,9 @@ pub struct Job {
     /// What to keep.
     pub capture: Option<JobCapture>,
     /// Where the answer goes. If nobody listens any more, nothing of the job is left.
-    pub reply: oneshot::Sender<Result<Done, ApiError>>,
+    pub reply: DoneSender,
+    /// Its names, which nobody else can have as long as it runs or its dump is written.
+    pub names: Vec<Arc<RidGuard>>,
     /// When it came.
     pub queued: Instant,
 }
@@ -70,6 +75,10 @@ pub struct JobCapture {
     pub metadata: Metadata,
     /// Its share of the dump directory.
     pub reservation: Reservation,
+    /// The most bytes of states there can be.
+    pub bytes: u64,
+    /// Where the writers say what became of it.
+    pub reply: CaptureSender,
 }
 
 impl JobCapture {
@@ -85,6 +94,8 @@ pub struct TokenEvent {
     pub token: i64,
     /// What was asked about it.
     pub logprob: Option<TokenLogprob>,
+    /// Whether the text ends with it, so that the [`Done`] follows.
+    pub is_last: bool,
 }
 
 /// Watches a text for strings that end it. It is asked on the engine thread, between two steps, so that the text, its
@@ -110,7 +121,7 @@ pub struct Done {
     pub output_ids: Vec<i64>,
     /// Why there are no more.
     pub finish: Finish,
-    /// The dump, if one was asked for.
+    /// The dump, if one was asked for. [`Pending`] fills it in.
     pub capture: Option<CaptureReply>,
     /// The log-probabilities, if any were asked for.
     pub logprobs: Option<DoneLogprobs>,
@@ -144,6 +155,8 @@ pub struct EngineOptions {
     pub max_running: usize,
     /// Bytes that the caches of these may take.
     pub kv_budget: u64,
+    /// Bytes of captured states that jobs may hold from one step to the next.
+    pub states_budget: u64,
     /// Prompts that may wait.
     pub max_queued: usize,
 }

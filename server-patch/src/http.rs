@@ -177,31 +177,38 @@ impl App {
     }
 
     /// vLLM's `/v1/chat/completions/render`: the token IDs of a conversation.
-    async fn render_route<B>(&self, request: Request<B>) -> Result<Response<Full<Bytes>>, ApiError>
+    async fn render_route<B>(self: &Arc<Self>, request: Request<B>) -> Result<Response<Full<Bytes>>, ApiError>
     where
         B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin,
     {
         json_content(request.headers())?;
         let body = read_body(request.into_body(), MAX_BODY).await?;
-        let call = openai::Call::chat(
-            &body,
-            &self.planner.model.name,
-            self.planner.template.as_ref(),
-            self.planner.tokenizer.as_deref(),
-        )?;
+        let call = self.openai_call(Form::Chat, body).await?;
         let model = &self.planner.model.name;
         Ok(json_reply(StatusCode::OK, &json!({"model": model, "token_ids": call.body["input_ids"]})))
     }
 
     /// `/tokenize` and `/detokenize`, for one text or several.
     async fn tokens_route<B>(
-        &self,
+        self: &Arc<Self>,
         request: Request<B>,
         path: &str,
     ) -> Result<Response<Full<Bytes>>, ApiError>
     where
         B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin,
     {
+        json_content(request.headers())?;
+        let body = read_body(request.into_body(), MAX_BODY).await?;
+        let (app, back) = (Arc::clone(self), path.ends_with("/detokenize"));
+        // Off the threads that serve connections: a text may be long.
+        let reply = tokio::task::spawn_blocking(move || app.tokens(&body, back)).await;
+        let reply =
+            reply.map_err(|error| ApiError::StepFailed(format!("reading the request failed: {error}")))??;
+        Ok(json_reply(StatusCode::OK, &reply))
+    }
+
+    /// The reply of `/tokenize`, or of `/detokenize` if it goes `back`.
+    fn tokens(&self, body: &[u8], back: bool) -> Result<serde_json::Value, ApiError> {
         #[derive(Deserialize)]
         #[serde(untagged)]
         enum OneOrMany<T> {
@@ -220,13 +227,11 @@ impl App {
             #[serde(default)]
             skip_special_tokens: Option<bool>,
         }
-        json_content(request.headers())?;
-        let body = read_body(request.into_body(), MAX_BODY).await?;
         let missing = || ApiError::Invalid("there is no tokenizer beside the model".to_owned());
         let tokenizer = self.planner.tokenizer.as_ref().ok_or_else(missing)?;
         let failed = |error: crate::tokenizer::TokenizerError| ApiError::Invalid(error.to_string());
-        let reply = if path.ends_with("/detokenize") {
-            let Tokens { tokens, skip_special_tokens } = serde_json::from_slice(&body)?;
+        Ok(if back {
+            let Tokens { tokens, skip_special_tokens } = serde_json::from_slice(body)?;
             let skip = skip_special_tokens.unwrap_or(true);
             match tokens {
                 OneOrMany::One(ids) => json!({"text": tokenizer.decode(&ids, skip).map_err(failed)?}),
@@ -236,7 +241,7 @@ impl App {
                 }
             }
         } else {
-            let Texts { prompt, add_special_tokens } = serde_json::from_slice(&body)?;
+            let Texts { prompt, add_special_tokens } = serde_json::from_slice(body)?;
             let encode = |text: &String| match add_special_tokens.unwrap_or(true) {
                 true => tokenizer.encode(text).map_err(failed),
                 false => tokenizer.encode_bare(text).map_err(failed),
@@ -253,8 +258,7 @@ impl App {
                     json!({"count": counts, "tokens": lists, "max_model_len": context})
                 }
             }
-        };
-        Ok(json_reply(StatusCode::OK, &reply))
+        })
     }
 
     async fn abort_route<B>(&self, request: Request<B>) -> Result<Response<Full<Bytes>>, ApiError>

@@ -55,12 +55,14 @@ pub fn is_plain_name(text: &str) -> bool {
     (1..=MAX_CLIENT_RID).contains(&text.len()) && text.bytes().all(plain)
 }
 
-/// The rids whose requests have not been answered, with the ticket to withdraw each by.
-#[derive(Clone, Default)]
-pub struct InFlightRids(Arc<DashMap<String, Arc<Ticket>>>);
+/// The rids whose requests have not been answered or still run, with the tickets to withdraw each by: one, or those of all
+/// samples.
+#[derive(Clone, Debug, Default)]
+pub struct InFlightRids(Arc<DashMap<String, Vec<Arc<Ticket>>>>);
 
 /// Keeps a rid in flight until dropped.
 #[must_use = "dropping it makes the rid free"]
+#[derive(Debug)]
 pub struct RidGuard {
     rids: InFlightRids,
     rid: String,
@@ -71,24 +73,24 @@ impl InFlightRids {
     ///
     /// # Errors
     /// [`ApiError::InFlight`] if it is taken.
-    pub fn take(&self, rid: &str, ticket: &Arc<Ticket>) -> Result<RidGuard, ApiError> {
+    pub fn take(&self, rid: &str, tickets: &[Arc<Ticket>]) -> Result<RidGuard, ApiError> {
         match self.0.entry(rid.to_owned()) {
             Entry::Occupied(_) => Err(ApiError::InFlight { rid: clipped(rid) }),
             Entry::Vacant(entry) => {
-                entry.insert(Arc::clone(ticket));
+                entry.insert(tickets.to_vec());
                 Ok(RidGuard { rids: self.clone(), rid: rid.to_owned() })
             }
         }
     }
 
-    /// The ticket of the request called exactly `rid`.
-    pub fn find(&self, rid: &str) -> Option<Arc<Ticket>> {
-        self.0.get(rid).map(|ticket| Arc::clone(&ticket))
+    /// The tickets of the request called exactly `rid`.
+    pub fn find(&self, rid: &str) -> Option<Vec<Arc<Ticket>>> {
+        self.0.get(rid).map(|tickets| tickets.clone())
     }
 
     /// The tickets of all requests.
     pub fn all(&self) -> Vec<Arc<Ticket>> {
-        self.0.iter().map(|entry| Arc::clone(&entry)).collect()
+        self.0.iter().flat_map(|entry| entry.clone()).collect()
     }
 }
 
@@ -142,13 +144,13 @@ mod tests {
     #[test]
     fn a_rid_in_flight_is_refused_until_its_request_is_answered() {
         let rids = InFlightRids::default();
-        let guard = rids.take("a", &Ticket::new()).unwrap();
-        let error = rids.take("a", &Ticket::new()).map(drop).unwrap_err();
+        let guard = rids.take("a", &[Ticket::new()]).unwrap();
+        let error = rids.take("a", &[Ticket::new()]).map(drop).unwrap_err();
         assert!(error.to_string().contains("Duplicate request ID detected"), "{error}");
-        let _other = rids.take("a0", &Ticket::new()).unwrap();
+        let _other = rids.take("a0", &[Ticket::new()]).unwrap();
         assert!(rids.find("a").is_some());
         drop(guard);
         assert!(rids.find("a").is_none(), "names match exactly, not by prefix");
-        let _again = rids.take("a", &Ticket::new()).unwrap();
+        let _again = rids.take("a", &[Ticket::new()]).unwrap();
     }
 }

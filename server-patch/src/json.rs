@@ -42,6 +42,63 @@ impl fmt::Display for Scalar {
     }
 }
 
+/// An object whose keys are all different, as are those of the objects in the fields named in [`STRICT`]: two values under one
+/// key that decides identity or capture must not be a matter of which parser reads them.
+pub(crate) struct UniqueKeys(pub(crate) serde_json::Map<String, serde_json::Value>);
+
+/// Fields whose insides decide what is kept.
+const STRICT: [&str; 3] = ["capture", "kv_transfer_params", "stream_options"];
+
+impl<'de> Deserialize<'de> for UniqueKeys {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Keys;
+        impl<'de> Visitor<'de> for Keys {
+            type Value = UniqueKeys;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a JSON object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<UniqueKeys, A::Error> {
+                let mut map = serde_json::Map::new();
+                while let Some(key) = entries.next_key::<String>()? {
+                    if map.contains_key(&key) {
+                        return Err(A::Error::custom(format!("`{}` is given twice", clipped(&key))));
+                    }
+                    let value = match STRICT.contains(&key.as_str()) {
+                        true => entries.next_value::<Inside>()?.0,
+                        false => entries.next_value()?,
+                    };
+                    map.insert(key, value);
+                }
+                Ok(UniqueKeys(map))
+            }
+        }
+        /// A value of a strict field: an object, a list of them, or anything else.
+        struct Inside(serde_json::Value);
+        impl<'de> Deserialize<'de> for Inside {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                let text = Box::<serde_json::value::RawValue>::deserialize(deserializer)?;
+                let text = text.get();
+                let read =
+                    |result: Result<serde_json::Value, serde_json::Error>| result.map_err(D::Error::custom);
+                match text.as_bytes().first() {
+                    Some(b'{') => {
+                        let UniqueKeys(map) = serde_json::from_str(text).map_err(D::Error::custom)?;
+                        Ok(Self(map.into()))
+                    }
+                    Some(b'[') => {
+                        let items: Vec<Inside> = serde_json::from_str(text).map_err(D::Error::custom)?;
+                        Ok(Self(items.into_iter().map(|item| item.0).collect()))
+                    }
+                    _ => read(serde_json::from_str(text)).map(Self),
+                }
+            }
+        }
+        deserializer.deserialize_map(Keys)
+    }
+}
+
 /// The beginning of `text`, for a message that repeats what a client sent.
 pub(crate) fn clipped(text: &str) -> String {
     match text.char_indices().nth(QUOTED) {

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use crate::chat::{ChatTemplate, Conversation};
 use crate::error::ApiError;
-use crate::json::clipped;
+use crate::json::{UniqueKeys, clipped};
 use crate::tokenizer::Tokenizer;
 
 /// Which of the two forms a call has.
@@ -97,13 +97,8 @@ fn invalid(text: String) -> ApiError {
 }
 
 fn object(body: &[u8]) -> Result<Map<String, Value>, ApiError> {
-    match serde_json::from_slice(body)? {
-        Value::Object(fields) => Ok(fields),
-        other => Err(ApiError::NotJson(format!(
-            "the request body is {}; a JSON object is expected",
-            clipped(&other.to_string())
-        ))),
-    }
+    let UniqueKeys(fields) = serde_json::from_slice(body)?;
+    Ok(fields)
 }
 
 fn boolean(fields: &Map<String, Value>, name: &str) -> Result<bool, ApiError> {
@@ -288,7 +283,8 @@ impl Call {
                 "weight_versions": first["meta_info"]["weight_versions"],
             },
         });
-        if let Some(capture) = first["meta_info"].get("capture") {
+        let prompts = elements.len() as u64 / samples;
+        if let Some(capture) = first["meta_info"].get("capture").filter(|_| prompts == 1) {
             reply["kv_transfer_params"] = json!({"hidden_states_path": capture["path"]});
             reply["metadata"]["capture"] = capture.clone();
         }
@@ -313,6 +309,11 @@ impl Call {
             Form::Chat => {
                 choice["message"] = json!({"role": "assistant", "content": text, "reasoning_content": null});
             }
+        }
+        // Of several prompts each choice says where its own states are.
+        if let Some(capture) = element["meta_info"].get("capture") {
+            choice["id"] = element["meta_info"]["id"].clone();
+            choice["capture"] = capture.clone();
         }
         if self.return_token_ids {
             choice["token_ids"] = element["output_ids"].clone();
@@ -551,6 +552,63 @@ mod tests {
             error.contains("`kv_transfer_params.hidden_states_path`") && error.contains("the server chooses"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_key_that_decides_what_is_kept_may_not_be_there_twice() {
+        for (body, key) in [
+            (r#"{"prompt":[5],"rid":"a","rid":"b"}"#, "rid"),
+            (r#"{"prompt":[5],"prompt":[6]}"#, "prompt"),
+            (r#"{"prompt":[5],"r\u0069d":"a","rid":"b"}"#, "rid"),
+            (r#"{"prompt":[5],"capture":{"rows":"all","rows":"prompt"}}"#, "rows"),
+            (r#"{"prompt":[[5],[6]],"capture":[true,{"points":[1],"points":[2]}]}"#, "points"),
+            (
+                r#"{"prompt":[5],"kv_transfer_params":{"include_output_tokens":true,"include_output_tokens":false}}"#,
+                "include_output_tokens",
+            ),
+        ] {
+            for error in [
+                Call::completion(body.as_bytes(), "own").unwrap_err(),
+                Call::chat(body.as_bytes(), "own", None, None).unwrap_err(),
+            ] {
+                assert!(error.to_string().contains(&format!("`{key}` is given twice")), "{body}: {error}");
+                assert_eq!(error.status(), 400);
+            }
+        }
+        // Elsewhere a name may come again in another object.
+        let body = r#"{"prompt":[5],"capture":[{"rows":"all"},{"rows":"all"}]}"#;
+        assert!(Call::completion(body.as_bytes(), "own").is_ok());
+        for body in ["[]", "5", "null"] {
+            let error = Call::completion(body.as_bytes(), "own").unwrap_err();
+            assert!(error.to_string().contains("a JSON object"), "{error}");
+        }
+    }
+
+    #[test]
+    fn of_several_prompts_each_choice_says_where_its_states_are() {
+        let element = |id: &str, path: Option<&str>| {
+            let mut meta = json!({"id": id, "finish_reason": {"type": "length"}, "prompt_tokens": 1, "completion_tokens": 1});
+            if let Some(path) = path {
+                meta["capture"] = json!({"path": path});
+            }
+            json!({"text": "", "output_ids": [1], "meta_info": meta})
+        };
+        let call = completion(json!({"prompt": [[5], [6], [7]]})).unwrap();
+        let reply = call.reply(
+            &json!([element("c_0", None), element("c_1", Some("/d/b")), element("c_2", Some("/d/c"))]),
+            0,
+            |_| String::new(),
+        );
+        assert_eq!((reply.get("kv_transfer_params"), reply["metadata"].get("capture")), (None, None));
+        let captures: Vec<_> =
+            (0..3).map(|index| reply["choices"][index]["capture"]["path"].clone()).collect();
+        assert_eq!(captures, [json!(null), json!("/d/b"), json!("/d/c")]);
+        assert_eq!(reply["choices"][2]["id"], "c_2");
+        // Of one prompt the reply says it as vLLM does, whatever the number of samples.
+        let call = completion(json!({"prompt": [5], "n": 2})).unwrap();
+        let reply =
+            call.reply(&json!([element("c_0", Some("/d/a")), element("c_1", None)]), 0, |_| String::new());
+        assert_eq!(reply["kv_transfer_params"]["hidden_states_path"], "/d/a");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 use std::time::Instant;
 
 use prometheus::Histogram;
@@ -65,6 +65,9 @@ pub struct CaptureDefaults {
     pub layout: DumpLayout,
 }
 
+/// Most log-probabilities of other tokens that one prompt's reply may have: about 200 MB of it.
+const MOST_LOGPROBS: usize = 1 << 20;
+
 /// Turns requests into plans.
 pub struct Planner {
     /// The model.
@@ -81,6 +84,8 @@ pub struct Planner {
     pub server: String,
     /// Seconds that the tokenizer took for a prompt.
     pub tokenize_seconds: Histogram,
+    /// Whether it was said that a dump's last plane may not be the state before the final norm.
+    pub warned: Once,
 }
 
 /// One prompt, ready to run.
@@ -108,6 +113,8 @@ pub struct Plan {
     pub no_stop_trim: bool,
     /// Which sample of its prompt it is, of how many.
     pub sample: (usize, usize),
+    /// The name that the samples of its prompt have in common, if there are several.
+    pub prompt_rid: Option<String>,
     /// Which log-probabilities the reply has.
     pub logprobs: Option<LogprobRequest>,
     /// The prompt once more, for a reply that repeats it or speaks of its tokens.
@@ -175,6 +182,7 @@ impl Planner {
             identity: Identity { rid: format!("{}_{index}", identity.rid), ..identity.clone() },
             capture: capture.take(),
             sample: (index, n),
+            prompt_rid: Some(identity.rid.clone()),
             token_ids: plan.token_ids.clone(),
             stop_ids: plan.stop_ids.clone(),
             ends: plan.ends.clone(),
@@ -227,6 +235,17 @@ impl Planner {
                 token_ids.len()
             )));
         }
+        if let Some(logprobs) = &request.logprobs {
+            let asked = logprobs.top + logprobs.token_ids.as_ref().map_or(0, Vec::len);
+            let from = logprobs.prompt_from.unwrap_or(token_ids.len());
+            let positions = token_ids.len() - from + max_new_tokens;
+            if positions.saturating_mul(asked) > MOST_LOGPROBS {
+                return Err(ApiError::Invalid(format!(
+                    "{positions} positions with {asked} log-probabilities each are {}; at most {MOST_LOGPROBS} fit into a reply, by a lower `top_logprobs_num` or a higher `logprob_start_len`",
+                    positions.saturating_mul(asked)
+                )));
+            }
+        }
         let repeats_prompt = return_prompt_token_ids
             || request.logprobs.as_ref().is_some_and(|logprobs| logprobs.prompt_from.is_some());
         let prompt_token_ids = repeats_prompt.then(|| token_ids.clone());
@@ -244,6 +263,7 @@ impl Planner {
             stop: request.sampling.stop,
             no_stop_trim: request.sampling.no_stop_trim,
             sample: (0, 1),
+            prompt_rid: None,
             logprobs: request.logprobs,
             prompt_token_ids,
             returns_prompt: return_prompt_token_ids,
@@ -362,6 +382,18 @@ impl Planner {
         Ok(Some(CapturePlan { spec, metadata, max_bytes }))
     }
 
+    /// Says once that readers of vLLM's layout would take a dump's last plane for what it is not.
+    pub fn warn_of_final(&self, final_state: FinalState) {
+        if matches!(final_state, FinalState::Both | FinalState::None) {
+            self.warned.call_once(|| {
+                tracing::warn!(
+                    r#final = %final_state,
+                    "readers of vLLM's layout take a dump's last plane for the state before the final norm; with this `final` it is not"
+                );
+            });
+        }
+    }
+
     fn spec(&self, options: CaptureOptions, row: Option<usize>) -> Result<Arc<CaptureSpec>, ApiError> {
         if options.points.is_none() && options.final_state.is_none() {
             return Ok(Arc::clone(&self.defaults.spec));
@@ -387,6 +419,7 @@ impl Planner {
             }
         };
         let final_state = options.final_state.unwrap_or(self.defaults.final_state);
+        self.warn_of_final(final_state);
         let spec =
             CaptureSpec::new(&points, final_state, num_layers).map_err(|error| refuse(error.to_string()))?;
         Ok(Arc::new(spec))

@@ -11,10 +11,10 @@ use std::time::Instant;
 use tether_dump::{
     CapturePoint, Dtype, Dump, DumpLayout, FinalState, Metadata, PublishError, Rows, TokenHash,
 };
-use tokio::sync::oneshot;
 
-use crate::engine::{Done, Finish, JobCapture, States, Ticket, Withdrawn};
+use crate::engine::{JobCapture, States, Ticket};
 use crate::error::ApiError;
+use crate::identity::RidGuard;
 use crate::metrics::{DumpOutcome, Metrics};
 
 /// What a reply says about a published dump.
@@ -54,16 +54,25 @@ pub struct SinkOptions {
     pub hidden_size: usize,
 }
 
-/// A finished job whose states are to be written.
+/// States that are to be written: of a prompt that has been run, or of a text that has ended.
 pub(crate) struct Write {
     pub(crate) capture: JobCapture,
     /// One per row.
     pub(crate) token_ids: Vec<i64>,
     /// Rows of each pass.
     pub(crate) states: Vec<States>,
-    pub(crate) done: Done,
     pub(crate) ticket: Arc<Ticket>,
-    pub(crate) reply: oneshot::Sender<Result<Done, ApiError>>,
+    /// Kept until the dump is there: nobody else may write one under these.
+    pub(crate) names: Vec<Arc<RidGuard>>,
+}
+
+/// A dump that was published, with the names that must not be free before it is answered for or removed.
+#[derive(Debug)]
+pub struct Written {
+    /// What to tell of it.
+    pub capture: CaptureReply,
+    /// Its names.
+    pub names: Vec<Arc<RidGuard>>,
 }
 
 /// The way to the writers. Dropping it lets them finish what they were given, and waits.
@@ -206,7 +215,7 @@ impl Write {
         self.states.iter().map(|states| states.bytes().len() as u64).sum()
     }
 
-    /// Writes, publishes and answers.
+    /// Writes, publishes and answers. A dump that is published stays, even if its text is aborted later.
     fn run(mut self, options: &SinkOptions, metrics: &Metrics) {
         let count = |outcome: DumpOutcome| metrics.dumps.with_label_values(&[outcome.as_str()]).inc();
         let request_id = self.capture.metadata.request_id;
@@ -220,28 +229,22 @@ impl Write {
             Ok(published) => published,
             Err(PublishError::Cancelled) => {
                 count(DumpOutcome::Cancelled);
-                self.answer_withdrawn();
                 return;
             }
             Err(error) => {
                 let (outcome, answer) = failed(error);
                 count(outcome);
                 tracing::error!(%request_id, error = %answer, "a capture failed");
-                let _ = self.reply.send(Err(answer));
+                drop(std::mem::take(&mut self.names));
+                let _ = self.capture.reply.send(Err(answer));
                 return;
             }
         };
         let path = published.path;
-        if !self.ticket.finish() {
-            count(DumpOutcome::Cancelled);
-            remove(&path);
-            self.answer_withdrawn();
-            return;
-        }
         self.capture.reservation.publish(published.bytes);
         let capture = reply(self.capture.metadata, self.token_ids.len(), &path);
-        let done = Done { capture: Some(capture), ..self.done };
-        if self.reply.send(Ok(done)).is_err() {
+        // The names go with it: whoever has the dump is who frees them.
+        if self.capture.reply.send(Ok(Written { capture, names: self.names })).is_err() {
             // The client went away after the last look: without a reply there must be no dump.
             count(DumpOutcome::Cancelled);
             remove(&path);
@@ -267,15 +270,8 @@ impl Write {
             hidden_size: options.hidden_size,
         };
         options.layout.publish(&options.dir, &dump, options.fsync, &|| {
-            self.ticket.withdrawn().is_some() || self.reply.is_closed()
+            self.ticket.withdrawn().is_some() || self.capture.reply.is_closed()
         })
-    }
-
-    fn answer_withdrawn(self) {
-        if self.ticket.withdrawn() == Some(Withdrawn::Aborted) {
-            let done = Done { finish: Finish::Aborted, capture: None, logprobs: None, ..self.done };
-            let _ = self.reply.send(Ok(done));
-        }
     }
 }
 

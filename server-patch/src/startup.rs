@@ -3,11 +3,10 @@
 use std::future::pending;
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 use std::time::Instant;
 
 use prometheus::Registry;
-use tether_dump::FinalState;
 use tether_model::{LoadRow, LoadTable};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -88,12 +87,17 @@ pub enum StartError {
 pub async fn run(args: Args) -> Result<(), StartError> {
     let process = |error: prometheus::Error| StartError::Process(Box::new(error));
     let signals = |error: std::io::Error| StartError::Process(Box::new(error));
-    let model = args.model_info()?;
+    let mut model = args.model_info()?;
     let defaults = args.capture_defaults(model.num_layers)?;
     let dump_dir = prepare_dump_dir(&args.dump_dir)?;
     let tokenizer = Tokenizer::read(&args.model)
         .map_err(|source| StartError::Tokenizer { dir: args.model.clone(), source })?
         .map(Arc::new);
+    if let Some(eos) =
+        tokenizer.as_deref().and_then(Tokenizer::eos).filter(|eos| !model.eos_token_ids.contains(eos))
+    {
+        model.eos_token_ids.push(eos);
+    }
     let template = ChatTemplate::read(&args.model)
         .map_err(|source| StartError::Template { dir: args.model.clone(), source })?;
     let listener = TcpListener::bind(&args.listen)
@@ -111,12 +115,6 @@ pub async fn run(args: Args) -> Result<(), StartError> {
     let budget = Budget::new(&dump_dir, args.dump_budget.0, args.dump_ttl.map(|ttl| ttl.0), &metrics)
         .map_err(|source| StartError::Scan { dir: dump_dir.clone(), source })?;
 
-    if matches!(args.final_state, FinalState::Both | FinalState::None) {
-        tracing::warn!(
-            r#final = %args.final_state,
-            "readers of vLLM's layout take a dump's last plane for the state before the final norm; with this --final it is not"
-        );
-    }
     if tokenizer.is_none() {
         tracing::warn!(model = %args.model.display(), "no tokenizer.json or tiktoken.model: only `input_ids` are served, and replies have no text");
     }
@@ -128,7 +126,9 @@ pub async fn run(args: Args) -> Result<(), StartError> {
         dump_dtype: OnceLock::new(),
         server: format!("tether-server {}", env!("CARGO_PKG_VERSION")),
         tokenize_seconds: metrics.tokenize_seconds.clone(),
+        warned: Once::new(),
     };
+    planner.warn_of_final(args.final_state);
     table(&args, &planner, &dump_dir, &address.to_string());
 
     let sink = Sink::start(
@@ -160,6 +160,7 @@ pub async fn run(args: Args) -> Result<(), StartError> {
             max_queued: args.max_queued_requests as usize,
             max_running: args.max_running_requests as usize,
             kv_budget: args.kv_budget().0,
+            states_budget: args.write_buffer.0,
         },
         sink,
         metrics.clone(),

@@ -78,6 +78,7 @@ pub(crate) fn planner(mode: CaptureMode) -> Planner {
         template: None,
         dump_dtype: OnceLock::from(Dtype::Float32),
         server: "tether-server test".to_owned(),
+        warned: std::sync::Once::new(),
     }
 }
 
@@ -100,6 +101,7 @@ impl Fixture {
             max_queued: self.max_queued,
             max_running: self.max_running,
             kv_budget: self.kv_budget,
+            states_budget: self.buffer_bytes,
         };
         let model = self.model.clone();
         Engine::start(options, self.sink(dir, metrics), metrics.clone(), || Ok::<_, ()>(model), |_| {})

@@ -18,6 +18,8 @@ pub struct Tokenizer {
     kind: Kind,
     /// The token that `add_bos_token` puts in front.
     bos: Option<u32>,
+    /// The token that ends a text, by `tokenizer_config.json`.
+    eos: Option<u32>,
 }
 
 enum Kind {
@@ -68,7 +70,9 @@ impl Tokenizer {
             }
             Kind::Tiktoken(Box::new(Tiktoken::read(&path, &config)?))
         };
-        let mut tokenizer = Self { kind, bos: None };
+        let mut tokenizer = Self { kind, bos: None, eos: None };
+        // One that the vocabulary does not have can end nothing.
+        tokenizer.eos = config.special_tokens().eos.and_then(|token| tokenizer.token_to_id(&token));
         if let Some(token) = config.bos_to_add() {
             let id = tokenizer.token_to_id(token).ok_or_else(|| TokenizerError::Config {
                 path: dir.join("tokenizer_config.json"),
@@ -77,6 +81,11 @@ impl Tokenizer {
             tokenizer.bos = Some(id);
         }
         Ok(Some(tokenizer))
+    }
+
+    /// The token that the tokenizer's config says ends a text.
+    pub fn eos(&self) -> Option<i64> {
+        self.eos.map(i64::from)
     }
 
     fn token_to_id(&self, token: &str) -> Option<u32> {

@@ -164,7 +164,7 @@ fn a_stop_string_is_found_with_the_token_that_completes_it_wherever_tokens_are_c
             (vec!["e answer is 世界 and </think> then 😀 mor"], "e answer is 世界 and </think> then 😀 mor"),
         ] {
             let strings: Vec<String> = strings.into_iter().map(str::to_owned).collect();
-            let mut stop = StopStrings::new(Arc::clone(&tokenizer), false, strings);
+            let mut stop = StopStrings::new(Arc::clone(&tokenizer), strings);
             let at = ids.iter().position(|id| stop.push(*id).as_deref() == Some(expected));
             let at = at.unwrap_or_else(|| panic!("{name}: {expected:?} was not found"));
             let until = |count: usize| tokenizer.decode(&ids[..count], false).unwrap();
@@ -173,5 +173,20 @@ fn a_stop_string_is_found_with_the_token_that_completes_it_wherever_tokens_are_c
                 "{name}: {expected:?}"
             );
         }
+    }
+}
+
+#[test]
+fn a_stop_string_may_spell_a_special_token_that_replies_leave_out() {
+    for name in ["deepseek", "kimi"] {
+        let tokenizer = Arc::new(tokenizer(name));
+        let eos = tokenizer.eos().expect("the config names one");
+        let spelling = tokenizer.decode(&[eos], false).unwrap();
+        let ids = tokenizer.encode_bare(&format!("an answer{spelling} and more")).unwrap();
+        assert!(ids.contains(&eos), "{name}: {spelling} is one token");
+        assert!(!tokenizer.decode(&ids, true).unwrap().contains(&spelling), "{name}: replies leave it out");
+        let mut stop = StopStrings::new(Arc::clone(&tokenizer), vec![spelling.clone()]);
+        let at = ids.iter().position(|id| stop.push(*id).as_deref() == Some(&*spelling));
+        assert_eq!(at, ids.iter().position(|id| *id == eos), "{name}");
     }
 }

@@ -188,6 +188,17 @@ impl Config {
             Some(value) => value,
             None => Some(default),
         };
+        if topk_method == TopkMethod::GroupLimitedGreedy && has_experts {
+            // The reference has no default for these, and one group would be another routing.
+            for (key, value) in [("n_group", raw.n_group), ("topk_group", raw.topk_group)] {
+                if value.flatten().is_none() {
+                    return Err(LoadError::MissingKey {
+                        key: key.to_owned(),
+                        needed: "`topk_method` is group_limited_greedy".to_owned(),
+                    });
+                }
+            }
+        }
         let n_group = positive("n_group", groups(raw.n_group, if v3 && has_experts { 8 } else { 1 }), None)?;
         let config = Self {
             architecture,
@@ -201,7 +212,18 @@ impl Config {
             )?,
             num_hidden_layers: positive("num_hidden_layers", raw.num_hidden_layers, None)?,
             num_attention_heads: heads,
-            n_shared_experts: natural("n_shared_experts", raw.n_shared_experts.flatten(), 0)?,
+            // Null means none, absent the reference's default.
+            n_shared_experts: match raw.n_shared_experts {
+                Some(None) => 0,
+                Some(count) => natural("n_shared_experts", count, 0)?,
+                None => {
+                    if v3 {
+                        1
+                    } else {
+                        2
+                    }
+                }
+            },
             n_routed_experts,
             num_experts_per_tok: positive(
                 "num_experts_per_tok",
@@ -228,7 +250,8 @@ impl Config {
             n_group,
             topk_group: positive(
                 "topk_group",
-                groups(raw.topk_group, if v3 && n_group == 8 { 4 } else { n_group }),
+                // The reference's default, of which a model with fewer groups can only have all.
+                groups(raw.topk_group, if v3 { n_group.min(4) } else { n_group }),
                 None,
             )?,
             norm_topk_prob: raw.norm_topk_prob.unwrap_or(v3),

@@ -125,6 +125,10 @@ fn kind(value: &Value) -> &'static str {
 /// What depends on the model and on what was asked before: tokens' texts, what ended a text, and SGLang's prefix cache.
 const OF_THE_RUN: [&str; 5] = ["matched", "matched_stop", "top_logprobs", "bytes", "cached_tokens_details"];
 
+/// Lists with an item for each token: how many there are is the model's and the tokenizer's affair. How many there are of
+/// anything else is the server's.
+const OF_THE_MODEL: [&str; 4] = [".output_ids", ".tokens", ".token_logprobs", ".text_offset"];
+
 /// Where `ours` lacks a key of `theirs`, or has another type. More keys are no difference.
 fn differences(theirs: &Value, ours: &Value, at: &str, unused: &mut BTreeSet<&str>, out: &mut Vec<String>) {
     match (theirs, ours) {
@@ -144,7 +148,9 @@ fn differences(theirs: &Value, ours: &Value, at: &str, unused: &mut BTreeSet<&st
             }
         }
         (Value::Array(theirs), Value::Array(ours)) => {
-            if theirs.is_empty() != ours.is_empty() {
+            let field = at.trim_end_matches(|c: char| c.is_ascii_digit() || matches!(c, '[' | ']'));
+            let of_the_model = OF_THE_MODEL.iter().any(|key| field.ends_with(key));
+            if theirs.is_empty() != ours.is_empty() || (theirs.len() != ours.len() && !of_the_model) {
                 out.push(format!("{at} has {} items, theirs {}", ours.len(), theirs.len()));
             }
             for (index, (theirs, ours)) in theirs.iter().zip(ours).enumerate() {

@@ -94,3 +94,24 @@ fn a_model_directory_without_a_config_is_refused_before_anything_else() {
     let error = args("").unwrap().model_info().unwrap_err();
     assert!(error.to_string().contains("--model m"), "{error}");
 }
+
+#[test]
+fn texts_end_with_the_tokens_of_both_configs() {
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(ends(dir.path(), vec![1]).unwrap(), [1], "the file may be absent");
+    let file = dir.path().join("generation_config.json");
+    for (text, expected) in [
+        (r#"{"eos_token_id":163586,"temperature":0.6}"#, vec![163_585, 163_586]),
+        (r#"{"eos_token_id":[163585,7]}"#, vec![163_585, 7]),
+        (r#"{"eos_token_id":null}"#, vec![163_585]),
+        ("{}", vec![163_585]),
+    ] {
+        fs::write(&file, text).unwrap();
+        assert_eq!(ends(dir.path(), vec![163_585]).unwrap(), expected, "{text}");
+    }
+    for broken in ["", "[]", r#"{"eos_token_id":"</s>"}"#] {
+        fs::write(&file, broken).unwrap();
+        let error = ends(dir.path(), vec![1]).unwrap_err().to_string();
+        assert!(error.contains("generation_config.json") && error.contains("a list of them"), "{error}");
+    }
+}

@@ -1,21 +1,33 @@
 //! A job that has started.
 
+use std::sync::Arc;
+
 use tether_dump::Rows;
 use tether_model::Scoring;
 
 use super::{
-    Done, DoneLogprobs, Finish, Job, States, StepCapture, StepOutput, StepSequence, TokenEvent, Withdrawn,
+    Done, DoneLogprobs, Finish, Job, JobCapture, States, StepCapture, StepOutput, StepSequence, TokenEvent,
+    Withdrawn,
 };
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::sampling::{Sampler, TokenLogprob};
 use crate::sink::{Sink, Write};
 
+/// What a job holds from one step to the next, at most.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Needs {
+    /// Bytes of its cache.
+    pub(super) kv_bytes: u64,
+    /// Bytes of captured states that are not at the writers yet.
+    pub(super) state_bytes: u64,
+}
+
 /// A job between its first step and its end.
 pub(super) struct Active<C> {
     pub(super) job: Job,
-    /// Bytes that its cache may grow to.
-    pub(super) kv_bytes: u64,
+    /// What it may come to hold between steps.
+    pub(super) needs: Needs,
     cache: Option<C>,
     /// Prompt and generated tokens.
     tokens: Vec<i64>,
@@ -28,7 +40,7 @@ pub(super) struct Active<C> {
 
 impl<C> Active<C> {
     /// Starts the job, unless it was withdrawn.
-    pub(super) fn start(mut job: Job, cache: Option<C>, kv_bytes: u64, metrics: &Metrics) -> Option<Self> {
+    pub(super) fn start(mut job: Job, cache: Option<C>, needs: Needs, metrics: &Metrics) -> Option<Self> {
         if !job.ticket.start() {
             job.answer_withdrawn();
             return None;
@@ -39,7 +51,7 @@ impl<C> Active<C> {
             Sampler::new(std::mem::take(&mut job.sampling), std::mem::take(&mut job.ends), job.sample);
         let logprobs = job.logprobs.is_some().then(DoneLogprobs::default);
         let (consumed, states) = (Vec::with_capacity(tokens.len()), Vec::new());
-        Some(Self { job, kv_bytes, cache, tokens, consumed, states, sampler, logprobs })
+        Some(Self { job, needs, cache, tokens, consumed, states, sampler, logprobs })
     }
 
     pub(super) fn unless_withdrawn(self) -> Option<Self> {
@@ -84,6 +96,7 @@ impl<C> Active<C> {
         &mut self,
         part: usize,
         output: StepOutput,
+        sink: &Sink,
         metrics: &Metrics,
     ) -> Result<Option<Finish>, ApiError> {
         let first = self.consumed.len();
@@ -98,6 +111,11 @@ impl<C> Active<C> {
         metrics.prompt_tokens.inc_by(self.consumed.len().min(prompt).saturating_sub(first) as u64);
         self.states.extend(output.states);
         self.add_scores(first, output.scores)?;
+        let rows = self.job.capture.as_ref().map(JobCapture::rows);
+        if rows == Some(Rows::Prompt) && self.is_decoding() {
+            // The prompt's states are all there are to be: they are written while the text goes on.
+            self.write_states(sink);
+        }
         if self.consumed.len() < self.tokens.len() {
             return Ok(None);
         }
@@ -116,7 +134,8 @@ impl<C> Active<C> {
         let finish = self.finish(picked.token);
         if let Some(events) = &self.job.events {
             // If nobody listens, the job is withdrawn before its next step.
-            let _ = events.send(TokenEvent { token: picked.token, logprob: picked.logprob });
+            let is_last = finish.is_some();
+            let _ = events.send(TokenEvent { token: picked.token, logprob: picked.logprob, is_last });
         }
         Ok(finish)
     }
@@ -153,35 +172,32 @@ impl<C> Active<C> {
         Ok(())
     }
 
+    /// Hands the states to the writers.
+    fn write_states(&mut self, sink: &Sink) {
+        let Some(capture) = self.job.capture.take() else { return };
+        let rows = match capture.rows() {
+            Rows::Prompt => self.job.prompt_tokens,
+            Rows::All => self.consumed.len(),
+        };
+        self.needs.state_bytes = 0;
+        sink.submit(Write {
+            capture,
+            token_ids: self.consumed[..rows].to_vec(),
+            states: std::mem::take(&mut self.states),
+            ticket: Arc::clone(&self.job.ticket),
+            names: self.job.names.clone(),
+        });
+    }
+
     /// Hands the result on.
-    pub(super) fn end(self, finish: Finish, sink: &Sink) {
-        let prompt = self.job.prompt_tokens;
-        let output_ids = self.tokens[prompt..].to_vec();
-        let done = Done { output_ids, finish, capture: None, logprobs: self.logprobs };
-        match self.job.capture {
-            None => {
-                if self.job.ticket.finish() {
-                    // A client that is gone has no use for an answer without a dump.
-                    let _ = self.job.reply.send(Ok(done));
-                } else {
-                    Job { capture: None, ..self.job }.answer_withdrawn_after(done.output_ids);
-                }
-            }
-            Some(capture) => {
-                let mut token_ids = self.consumed;
-                if capture.rows() == Rows::Prompt {
-                    token_ids.truncate(prompt);
-                }
-                sink.submit(Write {
-                    capture,
-                    token_ids,
-                    states: self.states,
-                    done,
-                    ticket: self.job.ticket,
-                    reply: self.job.reply,
-                });
-            }
+    pub(super) fn end(mut self, finish: Finish, sink: &Sink) {
+        let output_ids = self.tokens[self.job.prompt_tokens..].to_vec();
+        if !self.job.ticket.finish() {
+            self.job.answer_withdrawn_after(output_ids);
+            return;
         }
+        self.write_states(sink);
+        self.job.answer(Ok(Done { output_ids, finish, capture: None, logprobs: self.logprobs }));
     }
 }
 
@@ -212,7 +228,7 @@ impl Job {
     fn answer_withdrawn_after(self, output_ids: Vec<i64>) {
         if self.ticket.withdrawn() == Some(Withdrawn::Aborted) {
             let done = Done { output_ids, finish: Finish::Aborted, capture: None, logprobs: None };
-            let _ = self.reply.send(Ok(done));
+            self.answer(Ok(done));
         }
         // Otherwise nobody is listening; dropping the job gives back all it holds.
     }

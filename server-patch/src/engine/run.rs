@@ -4,10 +4,14 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
-use super::active::Active;
+use tether_dump::Rows;
+
+use super::active::{Active, Needs};
 use super::packing::Packing;
 use super::queue::Queue;
-use super::{EngineOptions, Job, StepError, StepModel, StepOutput, StepSequence, Withdrawn};
+use super::{
+    Done, EngineOptions, Job, JobCapture, StepError, StepModel, StepOutput, StepSequence, Withdrawn,
+};
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::sink::Sink;
@@ -42,6 +46,11 @@ pub(super) fn run<M: StepModel>(
     engine.show();
 }
 
+/// Of the KV budget, the part that a text may reserve that asks for as many tokens as there is room for.
+const FLEXIBLE_SHARE: u64 = 4;
+/// New tokens that it has room for however long its prompt is, if the whole budget has.
+const LEAST_NEW: usize = 1024;
+
 /// The jobs that have started and not ended, the oldest first.
 struct Running<'a, M: StepModel> {
     model: &'a M,
@@ -62,11 +71,26 @@ impl<M: StepModel> Running<'_, M> {
 
     /// Bytes that the caches of running jobs may grow to.
     fn kv_reserved(&self) -> u64 {
-        self.jobs.iter().map(|active| active.kv_bytes).sum()
+        self.jobs.iter().map(|active| active.needs.kv_bytes).sum()
+    }
+
+    /// Bytes of captured states that running jobs may come to hold between steps.
+    fn states_reserved(&self) -> u64 {
+        self.jobs.iter().map(|active| active.needs.state_bytes).sum()
+    }
+
+    /// Whether what a job needs fits beside what others hold. States of more than the whole budget fit alone.
+    fn has_room(&self, needs: Needs) -> bool {
+        let (kv, states) = (self.kv_reserved(), self.states_reserved());
+        (needs.kv_bytes == 0 || kv + needs.kv_bytes <= self.options.kv_budget)
+            && (needs.state_bytes == 0
+                || states == 0
+                || states + needs.state_bytes <= self.options.states_budget)
     }
 
     /// How many tokens each running job has in the next step, after starting as many of those that wait as fit. Waiting
-    /// jobs start in order: none is overtaken.
+    /// jobs start in order. Only one that waits for memory is overtaken, by jobs that are done after this one step: they
+    /// take nothing that it waits for.
     fn choose(&mut self, waiting: &mut VecDeque<Job>) -> Vec<usize> {
         let mut packing = Packing::new(self.options.max_batch_tokens);
         let mut parts: Vec<usize> = self
@@ -78,13 +102,12 @@ impl<M: StepModel> Running<'_, M> {
             })
             .collect();
         let others_decode = self.jobs.iter().any(Active::is_decoding);
-        while let Some(job) = waiting.front_mut() {
+        let mut at = 0;
+        let mut waits_for_memory = false;
+        while let Some(job) = waiting.get_mut(at) {
             let tokens = job.token_ids.len();
             if job.flexible {
-                // One more than the cache has room for: the last token is never run.
-                let room = usize::try_from(self.options.kv_budget / self.bytes_per_token.max(1));
-                let room = room.unwrap_or(usize::MAX).saturating_add(1).saturating_sub(tokens);
-                job.max_new_tokens = job.max_new_tokens.min(room.max(1));
+                job.max_new_tokens = job.max_new_tokens.min(self.flexible_room(tokens));
             }
             // The last token is never run.
             let cache_tokens = (tokens + job.max_new_tokens).saturating_sub(1).max(tokens);
@@ -94,16 +117,27 @@ impl<M: StepModel> Running<'_, M> {
             // A long prompt goes in whole where it holds nobody up, else in parts.
             let in_parts = tokens > self.options.max_batch_tokens && others_decode && fits;
             let cached = in_parts || continued;
-            let kv_bytes = if cached { cache_bytes } else { 0 };
+            let held = |capture: &JobCapture| in_parts || continued && capture.rows() == Rows::All;
+            let needs = Needs {
+                kv_bytes: if cached { cache_bytes } else { 0 },
+                state_bytes: job
+                    .capture
+                    .as_ref()
+                    .filter(|capture| held(capture))
+                    .map_or(0, |capture| capture.bytes),
+            };
             if continued && !fits {
-                let job = waiting.pop_front().expect("it was seen at the front");
-                job.refuse_over_kv_budget(kv_bytes, self.options.kv_budget);
+                let job = waiting.remove(at).expect("it was seen there");
+                job.refuse_over_kv_budget(needs.kv_bytes, self.options.kv_budget);
                 continue;
             }
-            if self.jobs.len() >= self.options.max_running
-                || (kv_bytes > 0 && self.kv_reserved() + kv_bytes > self.options.kv_budget)
-            {
+            if self.jobs.len() >= self.options.max_running {
                 break;
+            }
+            if !self.has_room(needs) || (waits_for_memory && needs != Needs::default()) {
+                waits_for_memory = true;
+                at += 1;
+                continue;
             }
             let part = match cached {
                 true => packing.part_of_new_cached(tokens),
@@ -112,14 +146,23 @@ impl<M: StepModel> Running<'_, M> {
             if part == 0 {
                 break;
             }
-            let job = waiting.pop_front().expect("it was seen at the front");
+            let job = waiting.remove(at).expect("it was seen there");
             let cache = cached.then(|| self.model.new_cache(cache_tokens));
-            if let Some(active) = Active::start(job, cache, kv_bytes, self.metrics) {
+            if let Some(active) = Active::start(job, cache, needs, self.metrics) {
                 self.jobs.push_back(active);
                 parts.push(part);
             }
         }
         parts
+    }
+
+    /// Most new tokens of a text that asks for as many as there is room for: it does not take the room of all others.
+    fn flexible_room(&self, prompt: usize) -> usize {
+        let tokens = |bytes: u64| usize::try_from(bytes / self.bytes_per_token.max(1)).unwrap_or(usize::MAX);
+        // One more than the cache has room for: the last token is never run.
+        let share = tokens(self.options.kv_budget / FLEXIBLE_SHARE).max(prompt + LEAST_NEW);
+        let room = share.min(tokens(self.options.kv_budget));
+        room.saturating_add(1).saturating_sub(prompt).max(1)
     }
 
     /// Runs the next `parts` of the jobs.
@@ -158,7 +201,7 @@ impl<M: StepModel> Running<'_, M> {
             }
         };
         for ((mut active, part), output) in step.into_iter().zip(outputs) {
-            match active.advance(part, output, self.metrics) {
+            match active.advance(part, output, self.sink, self.metrics) {
                 Err(error) => active.job.refuse(error),
                 Ok(None) => self.jobs.push_back(active),
                 Ok(Some(finish)) => active.end(finish, self.sink),
@@ -199,8 +242,14 @@ impl Job {
     /// Ends the job with an error.
     pub(super) fn refuse(self, error: ApiError) {
         self.ticket.withdraw(Withdrawn::Gone);
-        // Nobody may be listening, and then nobody needs to know.
-        let _ = self.reply.send(Err(error));
+        self.answer(Err(error));
+    }
+
+    /// Ends the job with its answer, after which its names are free for the client to use again.
+    pub(super) fn answer(self, answer: Result<Done, ApiError>) {
+        drop(self.names);
+        // A client that is gone has no use for it; its dump is removed by whoever sees that.
+        let _ = self.reply.send(answer);
     }
 
     fn refuse_over_kv_budget(self, needed: u64, budget: u64) {

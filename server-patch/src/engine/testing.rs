@@ -38,6 +38,8 @@ pub(crate) struct FakeModel {
 #[derive(Default)]
 pub(crate) struct Gate {
     closed: Mutex<bool>,
+    /// Steps that pass before it closes by itself; 0 for never.
+    closes_after: AtomicUsize,
     opened: Condvar,
     at_gate: AtomicUsize,
 }
@@ -47,7 +49,13 @@ impl Gate {
         *self.closed.lock().unwrap() = true;
     }
 
+    /// Lets so many more steps pass, then closes.
+    pub(crate) fn close_after(&self, steps: usize) {
+        self.closes_after.store(self.arrived() + steps, Ordering::SeqCst);
+    }
+
     pub(crate) fn open(&self) {
+        self.closes_after.store(0, Ordering::SeqCst);
         *self.closed.lock().unwrap() = false;
         self.opened.notify_all();
     }
@@ -58,6 +66,10 @@ impl Gate {
     }
 
     fn pass(&self) {
+        let last = self.closes_after.load(Ordering::SeqCst);
+        if last > 0 && self.at_gate.load(Ordering::SeqCst) >= last {
+            self.close();
+        }
         self.at_gate.fetch_add(1, Ordering::SeqCst);
         let closed = self.closed.lock().unwrap();
         drop(self.opened.wait_while(closed, |closed| *closed).unwrap());

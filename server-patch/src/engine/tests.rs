@@ -1,8 +1,5 @@
 use std::path::Path;
 
-use tether_dump::{DumpFile, FinalState, RequestId, TokenHash, dump_path};
-use tokio::sync::oneshot::Receiver;
-
 use super::testing::{EOS, FAILS, Gate, HIDDEN, MISREAD, NAN, NO_LOGITS, PANICS, value};
 use super::*;
 use crate::budget::Budget;
@@ -10,8 +7,18 @@ use crate::identity::Identity;
 use crate::plan::{CaptureMode, Originals};
 use crate::request::GenerateRequest;
 use crate::testing::{Fixture, eventually, files, planner};
+use tether_dump::{DumpFile, FinalState, RequestId, TokenHash, dump_path};
 
-type Answer = Receiver<Result<Done, ApiError>>;
+/// Where an answer comes.
+struct Answer(Pending);
+
+impl Answer {
+    /// Waits for it, as a client would.
+    fn blocking_recv(mut self) -> Result<Result<Done, ApiError>, std::convert::Infallible> {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        Ok(runtime.block_on(self.0.finished()))
+    }
+}
 
 /// Jobs for an engine that dumps into `dir`.
 struct Jobs {
@@ -36,13 +43,15 @@ impl Jobs {
     fn job(&self, body: &str) -> (Job, RequestId, Arc<Ticket>, Answer) {
         let request = GenerateRequest::parse(body.as_bytes(), 100).unwrap();
         let plan = planner(CaptureMode::All).plan(request, None, &Originals::default()).unwrap().remove(0);
-        let (reply, answer) = oneshot::channel();
+        let (pending, reply, capture_reply) = Pending::new(plan.capture.is_some());
         let ticket = Ticket::new();
         let Identity { id, .. } = plan.identity;
-        let capture = plan.capture.map(|capture| JobCapture {
+        let capture = plan.capture.zip(capture_reply).map(|(capture, reply)| JobCapture {
             spec: capture.spec,
             metadata: capture.metadata,
             reservation: self.budget.try_reserve(capture.max_bytes).expect("there is room"),
+            bytes: capture.max_bytes,
+            reply,
         });
         let job = Job {
             ticket: Arc::clone(&ticket),
@@ -59,9 +68,10 @@ impl Jobs {
             events: None,
             capture,
             reply,
+            names: Vec::new(),
             queued: Instant::now(),
         };
-        (job, id, ticket, answer)
+        (job, id, ticket, Answer(pending))
     }
 
     fn run(&self, engine: &Engine, body: &str) -> (Result<Done, ApiError>, RequestId) {
@@ -384,6 +394,84 @@ fn an_aborted_job_is_answered_with_what_it_had_and_has_no_dump() {
 }
 
 #[test]
+fn the_dump_of_a_prompt_is_there_while_its_text_goes_on_and_stays_if_that_is_aborted() {
+    let (jobs, fixture) = (Jobs::new(), Fixture::default());
+    let gate = Arc::clone(&fixture.model.gate);
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let (job, id, ticket, mut answer) = jobs.job(&body(&[1, 2], 20, ""));
+    let (events, mut received) = mpsc::unbounded_channel();
+    let job = Job { events: Some(events), ..job };
+    gate.close_after(2);
+    engine.submit(vec![job]).unwrap();
+    received.blocking_recv().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let capture = runtime.block_on(answer.0.captured()).unwrap().cloned().unwrap();
+    assert_dump(jobs.path(), id, &[1, 2], &[1, 2], 4);
+    eventually("the text goes on", || gate.arrived() == 3);
+    ticket.withdraw(Withdrawn::Aborted);
+    gate.open();
+    let done = answer.blocking_recv().unwrap().unwrap();
+    assert_eq!((done.finish, done.capture), (Finish::Aborted, Some(capture)));
+    assert_eq!(done.output_ids, [3, 4, 5]);
+    drop(engine);
+    assert_eq!(files(jobs.path()).len(), 1);
+}
+
+#[test]
+fn jobs_that_need_no_memory_pass_one_that_waits_for_it_and_no_other_does() {
+    let kv_budget = 20 * testing::KV_BYTES;
+    let (jobs, fixture) = (Jobs::new(), Fixture { kv_budget, ..Fixture::default() });
+    let gate = Arc::clone(&fixture.model.gate);
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let (_, _, running) = hold(&jobs, &engine, &gate, &body(&[1; 8], 8, ""));
+    // The second has to wait for the first's cache. The third would fit beside the first, but came later.
+    let order = [(&[2; 8][..], 5), (&[3; 2], 2), (&[4; 3], 0), (&[5; 4], 1)];
+    let answers = order.map(|(ids, new)| {
+        let (job, _, _, answer) = jobs.job(&body(ids, new, ""));
+        engine.submit(vec![job]).unwrap();
+        answer
+    });
+    gate.open();
+    running.blocking_recv().unwrap().unwrap();
+    answers.into_iter().for_each(|answer| drop(answer.blocking_recv().unwrap().unwrap()));
+    let steps = fixture.model.steps.lock().unwrap().clone();
+    assert_eq!(steps[..2], [vec![8], vec![1, 3, 4]]);
+    let (second, third) = (8, 2);
+    let begins = |tokens| steps.iter().skip(1).position(|step| step.contains(&tokens)).unwrap();
+    assert!(begins(second) <= begins(third), "{steps:?}");
+    assert!(steps[1..8].iter().all(|step| !step.contains(&second)), "{steps:?}");
+}
+
+#[test]
+fn states_that_jobs_hold_from_step_to_step_stay_within_their_budget() {
+    let (jobs, fixture) = (Jobs::new(), Fixture { buffer_bytes: 20_000, ..Fixture::default() });
+    let engine = fixture.engine(jobs.path(), &jobs.metrics);
+    let gate = Arc::clone(&fixture.model.gate);
+    // Each reserves some 5 kB of which its rows are a part; all come at once, and one that needs more than the budget.
+    let (_, _, first) = hold(&jobs, &engine, &gate, &body(&[1], 0, ""));
+    let all = r#","capture":{"rows":"all"}"#;
+    let answers: Vec<(RequestId, Vec<i64>, Answer)> = (2..12)
+        .map(|token| {
+            let ids = vec![token; 30];
+            let (job, id, _, answer) = jobs.job(&body(&ids, 6, all));
+            assert!(job.capture.as_ref().unwrap().bytes > 2000);
+            engine.submit(vec![job]).unwrap();
+            (id, ids, answer)
+        })
+        .collect();
+    let bytes = |rows: u64| rows * 4 * HIDDEN as u64 * 4;
+    gate.open();
+    first.blocking_recv().unwrap().unwrap();
+    for (id, ids, answer) in answers {
+        let done = answer.blocking_recv().unwrap().unwrap();
+        let tokens: Vec<i64> = ids.iter().chain(&done.output_ids[..5]).copied().collect();
+        assert_dump(jobs.path(), id, &ids, &tokens, 4);
+    }
+    let most = fixture.model.steps.lock().unwrap().iter().map(Vec::len).max().unwrap();
+    assert!((2..10).contains(&most), "{most} at once would hold {} bytes", bytes(35 * most as u64));
+}
+
+#[test]
 fn a_full_queue_refuses_and_withdrawn_jobs_make_room() {
     let (jobs, fixture) = (Jobs::new(), Fixture { max_queued: 2, ..Fixture::default() });
     let gate = Arc::clone(&fixture.model.gate);
@@ -424,7 +512,8 @@ fn closing_answers_what_waits_and_ends_the_thread_after_its_step() {
 fn a_model_that_does_not_load_ends_the_thread_with_its_reason() {
     let (jobs, fixture) = (Jobs::new(), Fixture::default());
     let (told, reason) = std::sync::mpsc::channel();
-    let options = EngineOptions { max_batch_tokens: 1, max_queued: 1, max_running: 1, kv_budget: 1 };
+    let options =
+        EngineOptions { max_batch_tokens: 1, max_queued: 1, max_running: 1, kv_budget: 1, states_budget: 1 };
     let sink = fixture.sink(jobs.path(), &jobs.metrics);
     let load = || Err::<testing::FakeModel, _>("no weights");
     let engine = Engine::start(options, sink, jobs.metrics.clone(), load, move |result| {

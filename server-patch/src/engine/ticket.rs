@@ -3,9 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use tokio::sync::Notify;
+
 /// Where a job is. The client's side withdraws it, the engine's side moves it on; whoever comes first wins.
 #[derive(Debug)]
-pub struct Ticket(AtomicU8);
+pub struct Ticket {
+    state: AtomicU8,
+    withdrawal: Notify,
+}
 
 /// Why a job was withdrawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,22 +30,22 @@ const ABORTED: u8 = 4;
 impl Ticket {
     /// Of a job that waits.
     pub fn new() -> Arc<Self> {
-        Arc::new(Self(AtomicU8::new(QUEUED)))
+        Arc::new(Self { state: AtomicU8::new(QUEUED), withdrawal: Notify::new() })
     }
 
     /// The job goes into its first step; `false` if it was withdrawn.
     pub(crate) fn start(&self) -> bool {
-        self.0.compare_exchange(QUEUED, RUNNING, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        self.state.compare_exchange(QUEUED, RUNNING, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
     /// Withdraws the job if it has not started; `false` if it has.
     pub(crate) fn expire(&self) -> bool {
-        self.0.compare_exchange(QUEUED, GONE, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        self.state.compare_exchange(QUEUED, GONE, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
     /// The job has its result: it can no longer be withdrawn. `false` if it was before.
     pub(crate) fn finish(&self) -> bool {
-        self.0.compare_exchange(RUNNING, FINISHED, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        self.state.compare_exchange(RUNNING, FINISHED, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
     /// Withdraws the job wherever it is, unless it has ended.
@@ -51,12 +56,26 @@ impl Ticket {
         };
         let open = |state| (state == QUEUED || state == RUNNING).then_some(to);
         // Nothing to do for one that has ended or was withdrawn already.
-        let _ = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, open);
+        let _ = self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, open);
+        self.withdrawal.notify_waiters();
+    }
+
+    /// Returns once the job is withdrawn.
+    pub(crate) async fn wait_withdrawn(&self) {
+        loop {
+            // Listening begins before the look, or a withdrawal in between would go unnoticed.
+            let mut withdrawal = std::pin::pin!(self.withdrawal.notified());
+            withdrawal.as_mut().enable();
+            if self.withdrawn().is_some() {
+                return;
+            }
+            withdrawal.await;
+        }
     }
 
     /// Whether and why the job was withdrawn.
     pub fn withdrawn(&self) -> Option<Withdrawn> {
-        match self.0.load(Ordering::Acquire) {
+        match self.state.load(Ordering::Acquire) {
             GONE => Some(Withdrawn::Gone),
             ABORTED => Some(Withdrawn::Aborted),
             _ => None,

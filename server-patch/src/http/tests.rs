@@ -330,7 +330,7 @@ async fn an_abort_names_its_request_exactly() {
     let abort = |rid: &str| send(&app, request("POST", "/abort_request", json!({"rid": rid}).to_string()));
     let reply = abort("ab_1").await;
     assert_eq!((reply.status, reply.body.len()), (200, 0), "unknown rids are answered alike");
-    assert!(app.rids.find("ab_10").unwrap().withdrawn().is_none());
+    assert!(app.rids.find("ab_10").unwrap()[0].withdrawn().is_none());
     assert_eq!(abort("ab_10").await.status, 200);
     fixture.model.gate.open();
     let reply = running.await.unwrap();
@@ -545,4 +545,101 @@ async fn what_does_not_end_within_the_drain_time_is_cut_and_counted() {
     let path: &Path = dir.path();
     drop(app);
     assert!(files(path).is_empty());
+}
+
+#[tokio::test]
+async fn a_rid_is_taken_whatever_the_number_of_samples_and_names_them_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let fixture = Fixture::default();
+    let app = fixture.app(dir.path());
+    let body = |n: usize| {
+        json!({"rid": "job", "input_ids": [1], "sampling_params": {"max_new_tokens": 40, "n": n, "temperature": 0}})
+            .to_string()
+    };
+    for (first, second) in [(1, 2), (2, 1), (2, 2)] {
+        let running = held(&fixture, &app, body(first)).await;
+        let again = generate(&app, &body(second)).await;
+        assert_eq!(again.status, 400, "{first} and {second}: {again:?}");
+        assert_eq!(send(&app, request("POST", "/abort_request", r#"{"rid":"job"}"#)).await.status, 200);
+        fixture.model.gate.open();
+        let reply = running.await.unwrap().json();
+        let samples = reply.as_array().cloned().unwrap_or_else(|| vec![reply.clone()]);
+        assert_eq!(samples.len(), first);
+        for sample in samples {
+            assert_eq!(sample["meta_info"]["finish_reason"]["type"], "abort", "{sample}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_rid_is_free_again_when_its_job_has_ended_and_not_when_its_client_has_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    let fixture = Fixture::default();
+    let app = fixture.app(dir.path());
+    let id = RequestId::new();
+    let first = held(&fixture, &app, prompt(id, &[1], 0)).await;
+    first.abort();
+    assert!(first.await.unwrap_err().is_cancelled());
+    // Its step still runs: a second one under the name could publish what the first one's end then removes.
+    assert_eq!(generate(&app, &prompt(id, &[1], 0)).await.status, 400);
+    fixture.model.gate.open();
+    let mut status = 400;
+    while status == 400 {
+        status = generate(&app, &prompt(id, &[1], 0)).await.status;
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(status, 200);
+    assert!(dump_path(dir.path(), id).exists());
+}
+
+#[tokio::test]
+async fn an_abort_reaches_a_request_that_waits_for_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let fixture = Fixture { budget: 3000, ..Fixture::default() };
+    let app = fixture.app(dir.path());
+    assert_eq!(generate(&app, &prompt(RequestId::new(), &[1; 20], 0)).await.status, 200);
+    let id = RequestId::new();
+    let waiting = tokio::spawn({
+        let app = Arc::clone(&app);
+        async move { generate(&app, &prompt(id, &[2; 20], 0)).await }
+    });
+    let metrics = app.metrics.clone();
+    wait("it waits", move || metrics.budget_waiting.get() == 1).await;
+    app.abort(&id.to_string());
+    let reply = waiting.await.unwrap();
+    assert_eq!((reply.status, reply.header("x-tether-capture")), (200, Some("none")));
+    assert_eq!(reply.json()["meta_info"]["finish_reason"]["type"], "abort");
+    assert_eq!((files(dir.path()).len(), app.metrics.budget_waiting.get()), (1, 0));
+}
+
+#[tokio::test]
+async fn a_single_prompt_without_a_name_has_the_dump_s_id_as_its_call() {
+    let dir = tempfile::tempdir().unwrap();
+    let app = Fixture { mode: CaptureMode::All, ..Fixture::default() }.app(dir.path());
+    let reply = generate(&app, r#"{"input_ids":[5]}"#).await;
+    let call = reply.header("x-request-id").unwrap();
+    let dump = DumpFile::open(&dump_path(dir.path(), call.parse().unwrap())).unwrap();
+    assert_eq!(dump.head().metadata.call_id.as_deref(), Some(call));
+    assert_eq!(reply.json()["meta_info"]["id"], call);
+}
+
+#[tokio::test]
+async fn more_log_probabilities_than_a_reply_can_hold_are_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let app = Fixture::default().app(dir.path());
+    let asked: Vec<i64> = (0..40_000).map(|token| token % 100).collect();
+    let body = |ids: &[i64]| {
+        json!({"input_ids": vec![1; 30], "return_logprob": true, "logprob_start_len": 0, "token_ids_logprob": ids,
+               "sampling_params": {"max_new_tokens": 1}})
+        .to_string()
+    };
+    let reply = generate(&app, &body(&asked)).await;
+    let message = reply.json()["error"]["message"].as_str().unwrap().to_owned();
+    assert_eq!(reply.status, 400);
+    assert!(
+        message.contains("31 positions with 40000 log-probabilities")
+            && message.contains("`top_logprobs_num`"),
+        "{message}"
+    );
+    assert_eq!(generate(&app, &body(&asked[..50])).await.status, 200);
 }

@@ -1,9 +1,10 @@
 use tether_dump::RequestId;
 use tether_model::CaptureSpec;
-use tokio::sync::oneshot::Receiver;
+use tokio::sync::oneshot::{self, Receiver};
 
 use super::*;
 use crate::budget::Budget;
+use crate::engine::Withdrawn;
 use crate::engine::testing::{HIDDEN, LAYERS};
 use crate::testing::{Fixture, files};
 
@@ -23,7 +24,7 @@ impl Setup {
         Self { dir, budget, metrics }
     }
 
-    fn write(&self, id: RequestId) -> (Write, Arc<Ticket>, Receiver<Result<Done, ApiError>>) {
+    fn write(&self, id: RequestId) -> (Write, Arc<Ticket>, Receiver<Result<Written, ApiError>>) {
         let spec = Arc::new(CaptureSpec::new(&[1], FinalState::None, LAYERS).unwrap());
         let metadata = Metadata {
             request_id: id,
@@ -46,12 +47,11 @@ impl Setup {
         assert!(ticket.start());
         let (reply, answer) = oneshot::channel();
         let write = Write {
-            capture: JobCapture { spec, metadata, reservation },
+            capture: JobCapture { spec, metadata, reservation, bytes: 1000, reply },
             token_ids: vec![5; ROWS],
             states: vec![States::new(vec![0u8; ROWS * HIDDEN * 4])],
-            done: Done { output_ids: vec![], finish: Finish::Length, capture: None, logprobs: None },
             ticket: Arc::clone(&ticket),
-            reply,
+            names: Vec::new(),
         };
         (write, ticket, answer)
     }
@@ -69,7 +69,7 @@ fn the_dump_is_there_under_its_name_when_the_answer_is() {
         let id = RequestId::new();
         let (write, _, answer) = setup.write(id);
         sink.submit(write);
-        let capture = answer.blocking_recv().unwrap().unwrap().capture.unwrap();
+        let capture = answer.blocking_recv().unwrap().unwrap().capture;
         let dump = tether_dump::DumpFile::open(&capture.path).unwrap();
         dump.verify().unwrap();
         assert_eq!(dump.head().metadata.request_id, id);
@@ -111,7 +111,7 @@ fn a_dump_that_is_there_is_never_written_over() {
     answer.blocking_recv().unwrap().unwrap();
     let (write, _, answer) = setup.write(id);
     sink.submit(write);
-    assert_eq!(answer.blocking_recv().unwrap(), Err(ApiError::AlreadyPublished { id }));
+    assert_eq!(answer.blocking_recv().unwrap().map(drop), Err(ApiError::AlreadyPublished { id }));
     assert_eq!(files(setup.dir.path()).len(), 1);
 }
 
@@ -131,7 +131,7 @@ fn a_client_that_is_gone_leaves_no_dump() {
         let mut answer = answer;
         answer.close();
         // What the handler's guard does with an answer that came just before.
-        if let Ok(Ok(Done { capture: Some(capture), .. })) = answer.try_recv() {
+        if let Ok(Ok(Written { capture, .. })) = answer.try_recv() {
             remove(&capture.path);
         }
     }
@@ -168,7 +168,7 @@ fn rows_of_several_passes_are_joined_in_order() {
     let row = |value: f32| vec![value; HIDDEN].into_iter().flat_map(f32::to_le_bytes).collect::<Vec<u8>>();
     write.states = vec![States::new([row(0.0), row(1.0)].concat()), States::new(row(2.0))];
     sink.submit(write);
-    let capture = answer.blocking_recv().unwrap().unwrap().capture.unwrap();
+    let capture = answer.blocking_recv().unwrap().unwrap().capture;
     let dump = tether_dump::DumpFile::open(&capture.path).unwrap();
     assert_eq!(dump.hidden_states(), [row(0.0), row(1.0), row(2.0)].concat());
 }

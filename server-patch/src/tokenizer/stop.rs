@@ -8,7 +8,6 @@ use crate::engine::StopText;
 /// Watches a growing text for the first of some strings.
 pub struct StopStrings {
     tokenizer: Arc<Tokenizer>,
-    skip_special_tokens: bool,
     strings: Vec<String>,
     /// The last tokens: as many as the longest string can be made of, and some without a text.
     tail: Vec<i64>,
@@ -20,11 +19,11 @@ const SPARE: usize = 16;
 
 impl StopStrings {
     /// Of a text that has no tokens yet. Empty strings are in every text and are not looked for.
-    pub fn new(tokenizer: Arc<Tokenizer>, skip_special_tokens: bool, strings: Vec<String>) -> Self {
+    pub fn new(tokenizer: Arc<Tokenizer>, strings: Vec<String>) -> Self {
         let strings: Vec<String> = strings.into_iter().filter(|string| !string.is_empty()).collect();
         // A token that has a text has a byte of it at least.
         let window = strings.iter().map(String::len).max().unwrap_or(0) + SPARE;
-        Self { tokenizer, skip_special_tokens, strings, tail: Vec::new(), window }
+        Self { tokenizer, strings, tail: Vec::new(), window }
     }
 }
 
@@ -34,8 +33,9 @@ impl StopText for StopStrings {
             self.tail.remove(0);
         }
         self.tail.push(token);
-        // Tokens that have no text complete no string. The reply's own decoding tells the client so.
-        let text = self.tokenizer.decode(&self.tail, self.skip_special_tokens).ok()?;
+        // With special tokens, as SGLang looks: a string that spells one (`<|im_end|>`) ends the text even if the reply leaves
+        // such tokens out. Tokens that have no text complete no string; the reply's own decoding tells the client so.
+        let text = self.tokenizer.decode(&self.tail, false).ok()?;
         first_stop(&text, &self.strings).map(|(_, string)| string.to_owned())
     }
 }

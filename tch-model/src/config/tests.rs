@@ -114,6 +114,73 @@ fn the_methods_defaults_follow_the_family() {
     assert_eq!((config.routed_scaling_factor, config.num_experts_per_tok), (2.5, 8));
 }
 
+/// Absent keys have the values of transformers' `DeepseekV2Config` and `DeepseekV3Config`.
+#[test]
+fn absent_keys_have_the_reference_s_defaults() {
+    let read_as = |family: &str, changes: Value, absent: &[&str]| {
+        let mut config = v2_lite();
+        config["architectures"] = json!([family]);
+        absent.iter().for_each(|&key| drop(config.as_object_mut().unwrap().remove(key)));
+        for (key, value) in changes.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        read(&config)
+    };
+    let (v2, v3) = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM");
+    let shared = ["n_shared_experts"];
+    assert_eq!(read_as(v2, json!({}), &shared).unwrap().n_shared_experts, 2);
+    assert_eq!(
+        read_as(v3, json!({"topk_method": "noaux_tc", "scoring_func": "sigmoid"}), &shared)
+            .unwrap()
+            .n_shared_experts,
+        1
+    );
+    for family in [v2, v3] {
+        let config =
+            read_as(family, json!({"n_shared_experts": null}), &["topk_method", "scoring_func"]).unwrap();
+        assert_eq!(config.n_shared_experts, 0, "null is none");
+    }
+    for (n_group, topk_group) in
+        [(json!(16), 4), (json!(8), 4), (json!(4), 4), (json!(2), 2), (json!(1), 1), (json!(null), 1)]
+    {
+        let config =
+            read_as(v3, json!({"n_group": n_group}), &["topk_group", "topk_method", "scoring_func"]).unwrap();
+        assert_eq!(config.topk_group, topk_group, "n_group {n_group}");
+    }
+    let config = read_as(v3, json!({}), &["n_group", "topk_group", "topk_method", "scoring_func"]).unwrap();
+    assert_eq!((config.n_group, config.topk_group), (8, 4));
+    for key in ["n_group", "topk_group"] {
+        let limited = json!({"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3});
+        assert_eq!(read_as(v2, limited.clone(), &[]).unwrap().topk_group, 3);
+        for value in [None, Some(Value::Null)] {
+            let mut changes = limited.clone();
+            match value {
+                Some(null) => changes[key] = null,
+                None => drop(changes.as_object_mut().unwrap().remove(key)),
+            }
+            let error = read_as(v2, changes, &[key]).unwrap_err().to_string();
+            assert!(error.contains(key) && error.contains("group_limited_greedy"), "{error}");
+        }
+    }
+    let kept = read_as(
+        v3,
+        json!({"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
+        &[
+            "kv_lora_rank",
+            "q_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "first_k_dense_replace",
+            "rms_norm_eps",
+        ],
+    )
+    .unwrap();
+    assert_eq!((kept.kv_lora_rank, kept.q_lora_rank, kept.first_k_dense_replace), (512, Some(1536), 3));
+    assert_eq!((kept.qk_nope_head_dim, kept.qk_rope_head_dim, kept.v_head_dim), (128, 64, 128));
+    assert_eq!(read_as(v2, json!({}), &["first_k_dense_replace"]).unwrap().first_k_dense_replace, 0);
+}
+
 #[test]
 fn what_is_not_implemented_is_refused_by_name() {
     refused(json!({"hidden_act": "gelu"}), &["hidden_act", "gelu", "silu"]);
