@@ -11,6 +11,7 @@ use crate::batch::{Segment, Tile};
 use crate::config::Config;
 use crate::linear::Linear;
 use crate::norm::RmsNorm;
+use crate::pieces::Pieces;
 use crate::rope::rotate_;
 use crate::weights::Weights;
 use absorbed::Absorbed;
@@ -68,9 +69,6 @@ pub(crate) struct Past {
 /// head; scores in the compressed form cost some `2 · kv_lora_rank` more a row and earlier row than expanded ones: with
 /// published shapes the two meet between 100 and 200 rows, and few rows use the fused kernels badly.
 const ABSORBED_ROWS: i64 = 64;
-
-/// Earlier keys that are expanded at a time, so that a long sequence needs no more memory than a short one.
-const EARLIER_KEYS: i64 = 4096;
 
 /// The reference norms compressed queries, keys and values with this whatever `rms_norm_eps` says.
 const LATENT_EPS: f64 = 1e-6;
@@ -238,7 +236,7 @@ impl Attention {
         let mut attended = own;
         let (mut row, end) = (0, earlier.size()[0]);
         while row < end {
-            let count = EARLIER_KEYS.min(end - row);
+            let count = Pieces::in_use().earlier_keys.min(end - row);
             let (keys, values) = self.expand(&earlier.narrow(0, row, count));
             attended = attended.merge(&attend(queries, &keys, &values, false, self.scale));
             row += count;

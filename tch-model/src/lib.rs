@@ -23,6 +23,7 @@ mod mlp;
 mod model;
 mod moe;
 mod norm;
+mod pieces;
 mod products;
 mod quantised;
 mod rope;
@@ -36,6 +37,7 @@ pub use capture::{Capture, CapturePoint, CaptureSpec, FinalState, InvalidCapture
 pub use config::{Architecture, Config, Quantisation, RopeConfig, Scheme, TopkMethod, Yarn};
 pub use error::{ForwardError, LoadError};
 pub use model::{DtypeChoice, LoadOptions, Model, Sequence, SequenceOutput};
+pub use pieces::Pieces;
 pub use products::Products;
 pub use routes::Routes;
 pub use scores::{Scores, Scoring};

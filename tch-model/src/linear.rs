@@ -6,6 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::LoadError;
 use crate::mapped::Parameter;
+use crate::pieces::Pieces;
 use crate::quantised::Packed;
 use crate::weights::Weights;
 
@@ -22,10 +23,6 @@ enum Matrix {
     Plain(Parameter),
     Packed(Packed),
 }
-
-/// Elements of a weight that are widened or expanded at a time: 8 MiB as float32, so that the product finds them in the
-/// cache.
-const BLOCK_ELEMENTS: i64 = 2 << 20;
 
 impl Linear {
     pub(crate) fn load(
@@ -118,7 +115,7 @@ impl Linear {
             Matrix::Packed(weight) => weight.row_step(),
         };
         // Whole steps, at least one, and no more than there is.
-        let rows = (BLOCK_ELEMENTS / inputs / step * step).max(step).min(outputs);
+        let rows = (Pieces::in_use().weight_elements / inputs / step * step).max(step).min(outputs);
         let mut run = |room: &Room| {
             let mut first = 0;
             while first < outputs {
@@ -158,7 +155,10 @@ impl Room {
     fn grow(&mut self, elements: i64, codes: bool) {
         let enough = |room: &mut Tensor| {
             if room.numel() < elements as usize {
-                *room = Tensor::empty([elements.max(BLOCK_ELEMENTS)], (room.kind(), Device::Cpu));
+                *room = Tensor::empty(
+                    [elements.max(Pieces::in_use().weight_elements)],
+                    (room.kind(), Device::Cpu),
+                );
             }
         };
         enough(&mut self.wide);
@@ -196,7 +196,7 @@ mod tests {
     #[test]
     fn a_weight_of_several_blocks_is_multiplied_whole() {
         tch::manual_seed(5);
-        let (outputs, inputs) = (3 * (BLOCK_ELEMENTS / 4096) + 5, 4096);
+        let (outputs, inputs) = (3 * (Pieces::in_use().weight_elements / 4096) + 5, 4096);
         let weight = Tensor::randn([outputs, inputs], (Kind::BFloat16, Device::Cpu));
         let x = Tensor::randn([3, inputs], (Kind::Float, Device::Cpu));
         let expected = x.mm(&weight.to_kind(Kind::Float).tr());

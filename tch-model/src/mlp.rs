@@ -5,6 +5,7 @@ use tch::Tensor;
 use crate::LoadError;
 use crate::config::Config;
 use crate::linear::Linear;
+use crate::pieces::Pieces;
 use crate::weights::Weights;
 
 /// SwiGLU: `down(silu(gate(x)) * up(x))`.
@@ -14,10 +15,6 @@ pub(crate) struct Mlp {
     up_proj: Linear,
     down_proj: Linear,
 }
-
-/// Rows that go through at a time: enough to keep a product busy, few enough that what lies between the products
-/// stays small whatever the tile.
-const ROWS: i64 = 2048;
 
 impl Mlp {
     pub(crate) fn load(weights: &Weights<'_>, hidden: i64, inner: i64) -> Result<Self, LoadError> {
@@ -58,7 +55,7 @@ impl Mlp {
         let rows = x.size()[0];
         let mut first = 0;
         while first < rows {
-            let count = ROWS.min(rows - first);
+            let count = Pieces::in_use().mlp_rows.min(rows - first);
             let chunk = x.narrow(0, first, count);
             let mut inner = self.gate_proj.forward(&chunk).silu_();
             inner = inner.g_mul_(&self.up_proj.forward(&chunk));

@@ -176,15 +176,6 @@ fn the_same_pass_twice_gives_the_same_bits() {
 }
 
 #[test]
-fn a_model_with_far_more_experts_than_tokens_has_no_stray_values() {
-    let model = float32("tiny-v3", 4096);
-    for token in 2..34 {
-        let states = captured(&model, &[token], &[1, 4, 7], FinalState::Both);
-        assert_eq!(states.isfinite().all().int64_value(&[]), 1, "token {token}");
-    }
-}
-
-#[test]
 fn points_are_named_by_the_spec_in_plane_order() {
     let spec = CaptureSpec::new(&[5, 2], FinalState::Both, 8).unwrap();
     let expected = [2, 5, 8].map(CapturePoint::Residual).into_iter().chain([CapturePoint::FinalNorm]);

@@ -11,9 +11,9 @@ use std::path::Path;
 use common::{Golden, float32, load, model_dir, run};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
-use tch::Device;
+use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
-use tether_model::{DtypeChoice, LoadError, LoadOptions, Model, Routes};
+use tether_model::{Config, DtypeChoice, LoadError, LoadOptions, Model, Routes};
 
 /// A copy of a model's checkpoint, to be damaged.
 fn copy_of(name: &str) -> TempDir {
@@ -484,4 +484,114 @@ fn a_damaged_header_is_refused_or_harmless_and_never_a_panic() {
         }
         assert!(refused > 30, "{name}: only {refused} of 60");
     }
+}
+
+/// Little-endian bytes of a tensor that was stored as float32.
+fn floats(stored: &Stored) -> Vec<f32> {
+    assert_eq!(stored.dtype, Dtype::F32);
+    stored.data.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+}
+
+fn stored(shape: Vec<usize>, values: &[f32]) -> Stored {
+    let data: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    assert_eq!(data.len(), 4 * shape.iter().product::<usize>());
+    Stored { dtype: Dtype::F32, shape, data }
+}
+
+fn change_config(dir: &Path, changes: &Value) {
+    let path = dir.join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    for (key, value) in changes.as_object().unwrap() {
+        config[key] = value.clone();
+    }
+    fs::write(path, config.to_string()).unwrap();
+}
+
+/// NM-22: one token chooses a few of 64 experts, and nothing of what the others would have computed, or of memory that held
+/// something else before, is in its states.
+#[test]
+fn a_model_with_far_more_experts_than_tokens_has_no_stray_values() {
+    let dir = copy_of("tiny-v3");
+    let config = Config::read(dir.path()).unwrap();
+    let (before, experts) = (config.n_routed_experts as usize, 64);
+    assert!(before < experts);
+    change_config(dir.path(), &json!({"n_routed_experts": experts}));
+    let hidden = config.hidden_size as usize;
+    rewrite(dir.path(), |tensors| {
+        for layer in (0..config.num_hidden_layers).filter(|layer| config.is_moe(*layer)) {
+            let mlp = format!("model.layers.{layer}.mlp");
+            // More gates of the same kind, each other than the others, and the experts over again.
+            let mut gate = floats(&tensors[&format!("{mlp}.gate.weight")]);
+            let mut bias = floats(&tensors[&format!("{mlp}.gate.e_score_correction_bias")]);
+            for expert in before..experts {
+                let turned: Vec<f32> =
+                    (0..hidden).map(|at| -gate[(expert - before) * hidden + at] * 0.9).collect();
+                gate.extend(turned);
+                bias.push(bias[expert - before]);
+                for part in ["gate_proj", "up_proj", "down_proj"] {
+                    let of = |expert: usize| format!("{mlp}.experts.{expert}.{part}.weight");
+                    let Stored { dtype, shape, data } = &tensors[&of(expert % before)];
+                    let copy = Stored { dtype: *dtype, shape: shape.clone(), data: data.clone() };
+                    tensors.insert(of(expert), copy);
+                }
+            }
+            tensors.insert(format!("{mlp}.gate.weight"), stored(vec![experts, hidden], &gate));
+            tensors.insert(format!("{mlp}.gate.e_score_correction_bias"), stored(vec![experts], &bias));
+        }
+    });
+    let model = load(dir.path(), DtypeChoice::Float32, 4096, None);
+    let poison = || {
+        // Freed at once: whatever asks for memory of these sizes next finds it full of them.
+        let sizes = (0..24).flat_map(|power| [1i64 << power, 3 << power]).filter(|size| *size < 4 << 20);
+        let held: Vec<Tensor> =
+            sizes.map(|size| Tensor::full([size], f64::NAN, (Kind::Float, Device::Cpu))).collect();
+        drop(held);
+    };
+    let mut together: Vec<Tensor> = Vec::new();
+    for token in 2..34 {
+        poison();
+        let (planes, logits) = run(&model, &[&[token]], Routes::Free);
+        assert_eq!(planes.isfinite().all().int64_value(&[]), 1, "token {token}");
+        assert_eq!(logits.isfinite().all().int64_value(&[]), 1, "token {token}");
+        together.push(planes);
+    }
+    // And they are the states that each has among others.
+    let tokens: Vec<[i64; 1]> = (2..34).map(|token| [token]).collect();
+    let prompts: Vec<&[i64]> = tokens.iter().map(<[i64; 1]>::as_slice).collect();
+    let (batch, _) = run(&model, &prompts, Routes::Free);
+    let apart = common::worst_element(&Tensor::cat(&together, 0), &batch);
+    assert!(apart < 1e-4, "{apart:.1e}");
+}
+
+/// DT-02: states above 65504, which float16 has no number for, come whole out of a float16 checkpoint.
+#[test]
+fn states_beyond_float16_come_whole_out_of_a_float16_checkpoint() {
+    const CHANNEL: usize = 5;
+    let dir = copy_of("tiny-v2");
+    rewrite(dir.path(), |tensors| {
+        for (name, tensor) in tensors.iter_mut() {
+            let mut values = floats(tensor);
+            // What the first layers write into one channel is large, though none of their weights is beyond float16.
+            if name.ends_with(".down_proj.weight") && !name.contains("experts.") {
+                let inner = tensor.shape[1];
+                values[CHANNEL * inner..][..inner]
+                    .iter_mut()
+                    .for_each(|value| *value = (*value * 3e5).clamp(-6e4, 6e4));
+            }
+            let mut data = vec![0u8; 2 * values.len()];
+            let half = Tensor::from_slice(&values).to_kind(Kind::Half);
+            assert_eq!(half.isfinite().all().int64_value(&[]), 1, "{name}");
+            half.view_dtype(Kind::Uint8).copy_data_u8(&mut data, 2 * values.len());
+            *tensor = Stored { dtype: Dtype::F16, shape: tensor.shape.clone(), data };
+        }
+    });
+    change_config(dir.path(), &json!({"torch_dtype": "float16", "dtype": "float16"}));
+    let model = load(dir.path(), DtypeChoice::Auto, 64, None);
+    assert_eq!(model.kind(), Kind::Float);
+    let (planes, _) = run(&model, &[&[5, 6, 7, 8]], Routes::Free);
+    assert_eq!(planes.isfinite().all().int64_value(&[]), 1);
+    let largest = planes.select(2, CHANNEL as i64).abs().max().double_value(&[]);
+    assert!(largest > 65_504.0, "{largest} would fit into float16");
+    let narrowed = planes.to_kind(Kind::Half);
+    assert_eq!(narrowed.isfinite().all().int64_value(&[]), 0, "so a dump in float16 would not do");
 }

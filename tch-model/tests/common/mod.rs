@@ -37,7 +37,17 @@ pub(crate) fn model_dir(name: &str) -> PathBuf {
 }
 
 pub(crate) fn load(dir: &Path, dtype: DtypeChoice, tile_tokens: usize, products: Option<Products>) -> Model {
-    Model::load_with(dir, &LoadOptions { devices: vec![Device::Cpu], dtype, tile_tokens }, products).unwrap()
+    Model::load_with(dir, &LoadOptions { devices: vec![device()], dtype, tile_tokens }, products).unwrap()
+}
+
+/// Where the models run: the CPU, or what `TETHER_TEST_DEVICE` says, `cuda:0` for example.
+pub(crate) fn device() -> Device {
+    let Ok(name) = std::env::var("TETHER_TEST_DEVICE") else { return Device::Cpu };
+    match name.strip_prefix("cuda:").map(str::parse) {
+        _ if name == "cpu" => Device::Cpu,
+        Some(Ok(index)) => Device::Cuda(index),
+        _ => panic!("TETHER_TEST_DEVICE is {name}; cpu or cuda:N is expected"),
+    }
 }
 
 pub(crate) fn float32(name: &str, tile_tokens: usize) -> Model {
@@ -117,22 +127,28 @@ pub(crate) fn run(model: &Model, prompts: &[&[i64]], routes: Routes<'_>) -> (Ten
     let outputs = model.forward_with(&mut sequences(prompts, &spec), routes).unwrap();
     let planes: Vec<&Tensor> = outputs.iter().map(|output| output.hidden_states.as_ref().unwrap()).collect();
     let planes = Tensor::cat(&planes, 0);
-    let logits = model.logits(&planes.select(1, spec.planes().len() as i64 - 1)).unwrap();
-    check_last_logits(&outputs, prompts, &logits);
+    let logits = model
+        .logits(&planes.select(1, spec.planes().len() as i64 - 1).to_device(device()))
+        .unwrap()
+        .to_device(Device::Cpu);
+    let planes = planes.to_device(Device::Cpu);
+    // bfloat16 rounds norm and head anew where other rows are beside a row; float32's last bits are all that may differ.
+    let bound = if model.kind() == Kind::Float { 1e-5 } else { 2e-2 };
+    check_last_logits(&outputs, prompts, &logits, bound);
     (planes, logits)
 }
 
-/// The logits that a pass gives are those of each sequence's last row.
-fn check_last_logits(outputs: &[SequenceOutput], prompts: &[&[i64]], logits: &Tensor) {
+/// The logits that a pass gives, which generation uses, are those of each sequence's last row, which the tests hold to the
+/// reference.
+fn check_last_logits(outputs: &[SequenceOutput], prompts: &[&[i64]], logits: &Tensor, bound: f64) {
     let mut end = 0;
     for (output, prompt) in outputs.iter().zip(prompts) {
         end += prompt.len() as i64;
         let last = output.logits.as_ref().unwrap();
         assert_eq!(last.kind(), Kind::Float);
-        // The row goes through norm and head with other rows beside it, so the last bits may differ.
-        let apart = (last - logits.get(end - 1)).abs().max().double_value(&[]);
+        let apart = (last.to_device(Device::Cpu) - logits.get(end - 1)).abs().max().double_value(&[]);
         let largest = last.abs().max().double_value(&[]);
-        assert!(apart <= 2e-2 * largest, "last logits are off by {apart} of {largest}");
+        assert!(apart <= bound * largest, "last logits are off by {apart} of {largest}");
     }
 }
 
@@ -174,8 +190,8 @@ pub(crate) fn run_in_chunks(model: &Model, prompts: &[&[i64]], chunk: usize) -> 
     }
     let planes: Vec<Tensor> = planes.into_iter().flatten().collect();
     let planes = Tensor::cat(&planes, 0);
-    let logits = model.logits(&planes.select(1, spec.planes().len() as i64 - 1)).unwrap();
-    (planes, logits)
+    let logits = model.logits(&planes.select(1, spec.planes().len() as i64 - 1).to_device(device())).unwrap();
+    (planes.to_device(Device::Cpu), logits.to_device(Device::Cpu))
 }
 
 /// `|a - b| / |b|`, in float64.
