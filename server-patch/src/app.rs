@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::try_join_all;
 use serde_json::Value;
-use tether_dump::{DumpLayout, RequestId};
-use tokio::sync::Notify;
+use tether_dump::{DumpLayout, RequestId, Rows};
+use tokio::sync::{Notify, mpsc};
 
 use crate::budget::Budget;
 use crate::engine::{
@@ -17,10 +17,12 @@ use crate::engine::{
 use crate::error::ApiError;
 use crate::identity::{InFlightRids, RidGuard, is_plain_name};
 use crate::metrics::Metrics;
+use crate::openai::Chunks;
 use crate::plan::{Originals, Plan, Planner};
-use crate::reply;
+use crate::reply::{self, Part};
 use crate::request::GenerateRequest;
 use crate::sampling::Logprobs;
+use crate::stream::{Feed, Shape, Streamed};
 use crate::tokenizer::{StopStrings, Tokenizer};
 
 /// Bodies up to this long are read and tokenised where they arrive; longer ones would hold up other connections.
@@ -38,6 +40,8 @@ pub struct App {
     pub dump_dir: PathBuf,
     /// Longest wait for room and for a first step, together.
     pub queue_timeout: Duration,
+    /// Whether the events of a streamed `/generate` have what is new, instead of all so far.
+    pub incremental_streaming: bool,
     /// The series.
     pub metrics: Metrics,
     /// What `/metrics` gathers.
@@ -118,6 +122,21 @@ impl Lifecycle {
     }
 }
 
+/// A call as it was read.
+struct Prepared {
+    batch: bool,
+    stream: bool,
+    plans: Vec<Plan>,
+}
+
+/// A reply that is no refusal.
+pub enum Answer {
+    /// In one piece.
+    Whole(Generated),
+    /// Event by event.
+    Stream(Streamed),
+}
+
 /// A successful reply.
 #[derive(Debug)]
 pub struct Generated {
@@ -130,7 +149,8 @@ pub struct Generated {
 }
 
 impl App {
-    /// Runs one call. If the future is dropped, its jobs are withdrawn and nothing of it is left.
+    /// Runs one call. If the future is dropped, its jobs are withdrawn and nothing of it is left. A streamed reply of one of
+    /// OpenAI's routes is made of `chunks`.
     ///
     /// # Errors
     /// What the client is to be told.
@@ -140,30 +160,53 @@ impl App {
         call_id: &mut CallId,
         originals: Originals,
         started: Instant,
-    ) -> Result<Generated, ApiError> {
+        chunks: Option<Chunks>,
+    ) -> Result<Answer, ApiError> {
         let deadline = tokio::time::Instant::now() + self.queue_timeout;
-        let (batch, mut plans) = self.prepare(body, call_id, originals).await?;
-        let mut call = self.begin(&mut plans, deadline).await?;
+        let Prepared { batch, stream, mut plans } = self.prepare(body, call_id, originals).await?;
+        // Samples of one prompt are a list, too.
+        let list = batch || plans.first().is_some_and(|plan| plan.sample.1 > 1);
+        if stream {
+            let mut feeds = Vec::with_capacity(plans.len());
+            let call = self.begin(&mut plans, deadline, Some(&mut feeds)).await?;
+            let shape = match chunks {
+                Some(chunks) => Shape::OpenAi(Box::new(chunks)),
+                None => Shape::Generate { list, incremental: self.incremental_streaming },
+            };
+            return Ok(Answer::Stream(self.stream(call, plans, feeds, shape, started, deadline).await?));
+        }
+        let mut call = self.begin(&mut plans, deadline, None).await?;
         let done = call.wait(deadline, self.queue_timeout).await?;
         let tokenizer = self.planner.tokenizer.as_deref();
         let elements = plans.iter().zip(&done);
-        let elements = elements.map(|(plan, done)| reply::element(plan, done, started, tokenizer));
+        let elements = elements.map(|(plan, done)| reply::element(plan, &Part::of(done), started, tokenizer));
         let elements: Vec<Value> = elements.collect::<Result<_, _>>()?;
-        // Samples of one prompt are a list, too.
-        let list = batch || plans.first().is_some_and(|plan| plan.sample.1 > 1);
         let body =
             if list { Value::Array(elements) } else { elements.into_iter().next().unwrap_or_default() };
         call.delivered = true;
-        Ok(Generated {
+        Ok(Answer::Whole(Generated {
             body,
             captured: captured(&plans, &done),
             aborted: done.iter().any(|done| done.finish == Finish::Aborted),
-        })
+        }))
+    }
+
+    /// The text of a JSON list of token IDs.
+    pub(crate) fn text_of(&self, ids: &Value) -> String {
+        let ids: Vec<i64> = ids.as_array().into_iter().flatten().filter_map(Value::as_i64).collect();
+        let text = self.planner.tokenizer.as_ref().and_then(|tokenizer| tokenizer.decode(&ids, true).ok());
+        text.unwrap_or_default()
     }
 
     /// Gives the prompts of a call to the engine, once their dumps have room. Jobs that were all aborted meanwhile are not
     /// given to it.
-    async fn begin(&self, plans: &mut [Plan], deadline: tokio::time::Instant) -> Result<Call, ApiError> {
+    /// `feeds` get the tokens as they come.
+    async fn begin(
+        &self,
+        plans: &mut [Plan],
+        deadline: tokio::time::Instant,
+        mut feeds: Option<&mut Vec<Feed>>,
+    ) -> Result<Call, ApiError> {
         let mut call = Call::default();
         call.tickets.extend(plans.iter().map(|_| Ticket::new()));
         for (index, plan) in plans.iter().enumerate() {
@@ -194,7 +237,8 @@ impl App {
         // Draining may have begun while this call waited for room, but it was in flight then and is to be finished.
         let mut jobs = Vec::with_capacity(plans.len());
         for ((plan, ticket), names) in plans.iter_mut().zip(&call.tickets).zip(&call.names) {
-            let (pending, done, capture) = Pending::new(plan.capture.is_some());
+            let early = plan.capture.as_ref().is_some_and(|capture| capture.metadata.rows == Rows::Prompt);
+            let (pending, done, capture) = Pending::new(plan.capture.is_some(), early);
             call.pending.push(pending);
             let capture = plan.capture.take().zip(reservation.as_mut()).zip(capture);
             let capture = capture.map(|((capture, whole), reply)| JobCapture {
@@ -204,7 +248,13 @@ impl App {
                 bytes: capture.max_bytes,
                 reply,
             });
-            jobs.push(job(plan, ticket, names, done, capture, self.planner.tokenizer.as_ref()));
+            let mut job = job(plan, ticket, names, done, capture, self.planner.tokenizer.as_ref());
+            if let Some(feeds) = &mut feeds {
+                let (events, receiver) = mpsc::unbounded_channel();
+                job.events = Some(events);
+                feeds.push(Feed::new(receiver));
+            }
+            jobs.push(job);
         }
         self.engine.submit(jobs)?;
         Ok(call)
@@ -215,7 +265,7 @@ impl App {
         body: bytes::Bytes,
         call_id: &mut CallId,
         originals: Originals,
-    ) -> Result<(bool, Vec<Plan>), ApiError> {
+    ) -> Result<Prepared, ApiError> {
         let app = Arc::clone(self);
         let (given, fresh) = (call_id.given().map(str::to_owned), call_id.as_str().to_owned());
         let short = body.len() <= INLINE_BODY;
@@ -223,7 +273,7 @@ impl App {
             let request = GenerateRequest::parse(&body, app.planner.model.vocab_size)?;
             // Millions of numbers are in their vectors now.
             drop(body);
-            let batch = request.batch;
+            let (batch, stream) = (request.batch, request.stream);
             // For a single prompt the rid is the call's ID, unless a header says otherwise.
             let own = match request.prompts.as_slice() {
                 [prompt] if !batch => prompt.rid.clone().filter(|rid| is_plain_name(rid)),
@@ -236,9 +286,9 @@ impl App {
             for metadata in plans.iter_mut().filter_map(|plan| Some(&mut plan.capture.as_mut()?.metadata)) {
                 metadata.call_id.clone_from(&call_id);
             }
-            Ok::<_, ApiError>((batch, plans, call_id))
+            Ok::<_, ApiError>((Prepared { batch, stream, plans }, call_id))
         };
-        let (batch, plans, known) = if short {
+        let (prepared, known) = if short {
             work()?
         } else {
             let prepared = tokio::task::spawn_blocking(work).await;
@@ -248,7 +298,7 @@ impl App {
         if let Some(known) = known {
             call_id.set(known);
         }
-        Ok((batch, plans))
+        Ok(prepared)
     }
 
     /// `/abort_request`: withdraws the request called exactly `rid`, with all its samples. SGLang answers alike whether there
@@ -339,12 +389,12 @@ fn job(
 /// The jobs of one call. Dropping it before [`Call::delivered`] withdraws them and removes the dumps that they had
 /// published: a call that is not answered 200 leaves nothing.
 #[derive(Default)]
-struct Call {
-    tickets: Vec<Arc<Ticket>>,
-    pending: Vec<Pending>,
+pub(crate) struct Call {
+    pub(crate) tickets: Vec<Arc<Ticket>>,
+    pub(crate) pending: Vec<Pending>,
     /// Of each job; it keeps them as long as it runs, this call until it is answered.
     names: Vec<Vec<Arc<RidGuard>>>,
-    delivered: bool,
+    pub(crate) delivered: bool,
 }
 
 impl Call {

@@ -101,6 +101,9 @@ pub struct Args {
     /// What the model is called in replies and dumps. [default: the value of --model]
     #[arg(long, value_name = "NAME")]
     pub served_model_name: Option<String>,
+    /// Events of a streamed /generate have the text and tokens since the last one, instead of all so far
+    #[arg(long)]
+    pub incremental_streaming_output: bool,
     /// After SIGTERM or SIGINT, longest time for requests in flight
     #[arg(long, value_name = "TIME", default_value = "5m")]
     pub drain_timeout: Span,

@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
-use http::header::{ALLOW, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER};
+use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER};
 use http::{HeaderMap, Method, Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
@@ -14,11 +14,12 @@ use serde::Deserialize;
 use serde_json::json;
 use tether_telemetry::Begun;
 
-use crate::app::{App, CallId};
+use crate::app::{Answer, App, CallId, Generated};
 use crate::error::ApiError;
 use crate::metrics::{Metrics, Outcome};
-use crate::openai::{self, Form};
+use crate::openai::{self, Chunks, Form};
 use crate::plan::Originals;
+use crate::stream::{Events, Streamed};
 
 /// Longest request body, as at the proxy.
 pub const MAX_BODY: usize = 512 * 1000 * 1000;
@@ -30,7 +31,7 @@ const CLIENT_REQUEST_ID: HeaderName = HeaderName::from_static("x-client-request-
 const TETHER_CAPTURE: HeaderName = HeaderName::from_static("x-tether-capture");
 
 /// The body of every reply.
-pub type ReplyBody = Tracked<Full<Bytes>>;
+pub type ReplyBody = Tracked;
 
 impl App {
     /// Answers one request.
@@ -107,28 +108,38 @@ impl App {
                 Originals::read(request.headers().get(CLIENT_REQUEST_ID).map(HeaderValue::as_bytes));
             let body = read_body(request.into_body(), MAX_BODY).await?;
             let Some(form) = form else {
-                return self.generate(body, &mut call_id, originals, started).await;
+                return self.generate(body, &mut call_id, originals, started, None).await;
             };
             let call = self.openai_call(form, body).await?;
             let inner = call.body.to_string().into();
-            let mut generated = self.generate(inner, &mut call_id, originals, started).await?;
             let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-            let text = |ids: &serde_json::Value| self.text_of(ids);
-            generated.body = call.reply(&generated.body, now.as_secs(), text);
-            Ok(generated)
+            let chunks = call.is_streamed().then(|| Chunks::new(call.clone(), now.as_secs()));
+            let mut answer = self.generate(inner, &mut call_id, originals, started, chunks).await?;
+            if let Answer::Whole(generated) = &mut answer {
+                generated.body = call.reply(&generated.body, now.as_secs(), |ids| self.text_of(ids));
+            }
+            Ok(answer)
         };
         let result = result.await;
         let request_id = call_id.as_str();
-        let (mut response, outcome) = match &result {
-            Ok(generated) => {
+        let (mut response, outcome) = match result {
+            Ok(answer) => {
                 tracing::debug!(request_id, seconds = started.elapsed().as_secs_f64(), "answered");
-                let mut response = json_reply(StatusCode::OK, &generated.body);
-                if let Some(words) = capture_words(&generated.captured) {
+                let (mut response, captured, outcome) = match answer {
+                    Answer::Whole(Generated { body, captured, aborted }) => {
+                        let outcome = if aborted { Outcome::Aborted } else { Outcome::Ok };
+                        (json_reply(StatusCode::OK, &body).map(Content::Full), captured, outcome)
+                    }
+                    Answer::Stream(Streamed { captured, events }) => {
+                        (event_stream(events), captured, Outcome::ClientGone)
+                    }
+                };
+                if let Some(words) = capture_words(&captured) {
                     response.headers_mut().insert(TETHER_CAPTURE, words);
                 }
-                (response, if generated.aborted { Outcome::Aborted } else { Outcome::Ok })
+                (response, outcome)
             }
-            Err(error) => {
+            Err(ref error) => {
                 let status = error.status();
                 if status == StatusCode::INTERNAL_SERVER_ERROR {
                     tracing::error!(request_id, %error, "failed");
@@ -141,7 +152,7 @@ impl App {
                     _ => Outcome::Refused,
                 };
                 let reply = if form.is_some() { openai_error(error) } else { error_reply(error) };
-                (reply, outcome)
+                (reply.map(Content::Full), outcome)
             }
         };
         if let Ok(id) = HeaderValue::from_str(request_id) {
@@ -167,13 +178,6 @@ impl App {
         };
         let call = tokio::task::spawn_blocking(read).await;
         call.map_err(|error| ApiError::StepFailed(format!("reading the request failed: {error}")))?
-    }
-
-    fn text_of(&self, ids: &serde_json::Value) -> String {
-        let ids: Vec<i64> =
-            ids.as_array().into_iter().flatten().filter_map(serde_json::Value::as_i64).collect();
-        let text = self.planner.tokenizer.as_ref().and_then(|tokenizer| tokenizer.decode(&ids, true).ok());
-        text.unwrap_or_default()
     }
 
     /// vLLM's `/v1/chat/completions/render`: the token IDs of a conversation.
@@ -423,7 +427,15 @@ fn typed(status: StatusCode, content_type: &'static str, body: Bytes) -> Respons
 }
 
 fn plain(response: Response<Full<Bytes>>) -> Response<ReplyBody> {
-    response.map(|body| Tracked::new(body, None))
+    response.map(|body| Tracked::new(Content::Full(body), None))
+}
+
+fn event_stream(events: Events) -> Response<Content> {
+    let mut response = Response::new(Content::Events(events));
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    response
 }
 
 /// Counts one call of `/generate` as in flight until dropped, then records how it ended. The reply's body owns it, so a
@@ -459,57 +471,70 @@ impl Drop for InFlight {
     }
 }
 
-/// A reply's body with the guard of its request, which ends with the last frame, an error, or the drop.
-pub struct Tracked<B> {
-    inner: B,
+/// What a reply's body is.
+pub enum Content {
+    /// Whole from the start.
+    Full(Full<Bytes>),
+    /// Event by event.
+    Events(Events),
+}
+
+/// A reply's body with the guard of its request, which ends with the last frame or the drop.
+pub struct Tracked {
+    content: Content,
     guard: Option<(InFlight, Outcome)>,
 }
 
-impl<B: Body> Tracked<B> {
-    fn new(inner: B, guard: Option<(InFlight, Outcome)>) -> Self {
-        let mut tracked = Self { inner, guard };
+impl Tracked {
+    fn new(content: Content, guard: Option<(InFlight, Outcome)>) -> Self {
+        let mut tracked = Self { content, guard };
         tracked.watch_end();
         tracked
     }
 
     fn watch_end(&mut self) {
-        if self.inner.is_end_stream() {
-            self.end();
-        }
-    }
-
-    fn end(&mut self) {
-        if let Some((guard, outcome)) = self.guard.take() {
-            guard.end(outcome);
+        if self.is_end_stream()
+            && let Some((guard, outcome)) = self.guard.take()
+        {
+            guard.end(match &self.content {
+                Content::Full(_) => outcome,
+                // Only at its end it is known how it ended.
+                Content::Events(events) => events.outcome().unwrap_or(outcome),
+            });
         }
     }
 }
 
-impl<B: Body + Unpin> Body for Tracked<B> {
-    type Data = B::Data;
-    type Error = B::Error;
+impl Body for Tracked {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
-        let polled = Pin::new(&mut self.inner).poll_frame(cx);
-        match &polled {
-            Poll::Ready(None) => self.end(),
-            Poll::Ready(Some(Ok(_))) => self.watch_end(),
-            // Dropped with its outcome of a client gone: the reply broke off.
-            Poll::Ready(Some(Err(_))) => self.guard = None,
-            Poll::Pending => {}
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let frame = match &mut self.content {
+            Content::Full(full) => Pin::new(full).poll_frame(cx),
+            Content::Events(events) => events.poll(cx).map(|frame| frame.map(Ok)),
+        };
+        if frame.is_ready() {
+            self.watch_end();
         }
-        polled
+        frame
     }
 
     fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
+        match &self.content {
+            Content::Full(full) => full.is_end_stream(),
+            Content::Events(events) => events.outcome().is_some(),
+        }
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
+        match &self.content {
+            Content::Full(full) => full.size_hint(),
+            Content::Events(_) => SizeHint::default(),
+        }
     }
 }
 

@@ -26,6 +26,7 @@ pub mod sampling;
 pub mod serve;
 pub mod sink;
 pub mod startup;
+pub mod stream;
 #[cfg(test)]
 mod testing;
 pub mod tokenizer;

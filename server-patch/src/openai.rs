@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use crate::chat::{ChatTemplate, Conversation};
 use crate::error::ApiError;
 use crate::json::{UniqueKeys, clipped};
+use crate::stream::Emitted;
 use crate::tokenizer::Tokenizer;
 
 /// Which of the two forms a call has.
@@ -29,6 +30,8 @@ pub struct Call {
     /// Texts of the prompts where the reply begins with them.
     echo: bool,
     return_token_ids: bool,
+    /// Whether a streamed reply ends with the usage.
+    include_usage: bool,
     logprobs: bool,
     /// Whether the prompt was given as token IDs and is not known as text.
     top: u64,
@@ -59,7 +62,7 @@ const SAMPLING: [(&str, &str); 18] = [
     ("json_schema", "json_schema"),
 ];
 /// Fields that mean the same in `/generate`, or are refused there by name.
-const SAME: [&str; 4] = ["rid", "capture", "lora_path", "priority"];
+const SAME: [&str; 5] = ["rid", "capture", "lora_path", "priority", "stream"];
 /// Fields that say nothing about the result: names for logs, and caches that there are none of.
 const WITHOUT_EFFECT: [&str; 10] = [
     "user",
@@ -74,8 +77,7 @@ const WITHOUT_EFFECT: [&str; 10] = [
     "prompt_cache_key",
 ];
 /// Fields that would change the result and are not implemented, with the values that ask for nothing.
-const UNSUPPORTED: [(&str, &[&str]); 15] = [
-    ("stream", &["false"]),
+const UNSUPPORTED: [(&str, &[&str]); 14] = [
     ("best_of", &["1"]),
     ("suffix", &["\"\""]),
     ("response_format", &["{\"type\":\"text\"}"]),
@@ -163,6 +165,11 @@ impl Call {
         }
         if call.echo {
             call.body["return_prompt_token_ids"] = json!(true);
+            if call.logprobs && call.is_streamed() {
+                return Err(invalid(
+                    "`echo` and `logprobs` cannot be streamed together: those of the prompt are known at the end".to_owned(),
+                ));
+            }
         }
         Ok(call)
     }
@@ -236,9 +243,17 @@ impl Call {
         if return_token_ids {
             body.insert("return_prompt_token_ids".to_owned(), json!(true));
         }
+        let include_usage = match fields.get("stream_options") {
+            None | Some(Value::Null) => false,
+            Some(Value::Object(options)) => boolean(options, "include_usage")?,
+            Some(other) => {
+                let found = clipped(&other.to_string());
+                return Err(invalid(format!("`stream_options` is {found}; an object is expected")));
+            }
+        };
         let model = fields.get("model").and_then(Value::as_str).unwrap_or(model).to_owned();
         let body = Value::Object(body);
-        Ok(Self { body, form, model, echo: false, return_token_ids, logprobs: false, top: 0 })
+        Ok(Self { body, form, model, echo: false, return_token_ids, include_usage, logprobs: false, top: 0 })
     }
 
     fn ask_logprobs(&mut self, top: u64) {
@@ -249,6 +264,20 @@ impl Call {
         self.body["return_text_in_logprobs"] = json!(true);
     }
 
+    /// Whether the reply comes event by event.
+    pub fn is_streamed(&self) -> bool {
+        self.body["stream"] == json!(true)
+    }
+
+    /// The name that the choices of a reply have in common.
+    fn id(element: &Value, list: bool) -> Value {
+        let id = &element["meta_info"]["id"];
+        match id.as_str().and_then(|id| id.rsplit_once('_')).filter(|_| list) {
+            Some((common, _)) => json!(common),
+            None => id.clone(),
+        }
+    }
+
     /// The reply for what `/generate` answered; `texts` decodes prompts that the reply begins with.
     pub fn reply(&self, generated: &Value, created: u64, texts: impl Fn(&Value) -> String) -> Value {
         let elements: Vec<&Value> = match generated {
@@ -256,12 +285,7 @@ impl Call {
             one => vec![one],
         };
         let first = elements.first().copied().unwrap_or(&Value::Null);
-        let id = match generated {
-            Value::Array(_) => {
-                first["meta_info"]["id"].as_str().and_then(|id| id.rsplit_once('_')).map(|(id, _)| json!(id))
-            }
-            _ => None,
-        };
+        let id = Self::id(first, generated.is_array());
         let sum =
             |key: &str| elements.iter().filter_map(|element| element["meta_info"][key].as_u64()).sum::<u64>();
         let samples = self.body["sampling_params"]["n"].as_u64().unwrap_or(1).max(1);
@@ -269,7 +293,7 @@ impl Call {
         let choices: Vec<Value> =
             elements.iter().enumerate().map(|(index, element)| self.choice(index, element, &texts)).collect();
         let mut reply = json!({
-            "id": id.unwrap_or_else(|| first["meta_info"]["id"].clone()),
+            "id": id,
             "object": match self.form { Form::Completion => "text_completion", Form::Chat => "chat.completion" },
             "created": created,
             "model": self.model,
@@ -299,7 +323,7 @@ impl Call {
         let text = element["text"].as_str().unwrap_or_default();
         let mut choice = json!({
             "index": index, "logprobs": null, "finish_reason": reason["type"],
-            "matched_stop": reason.get("matched").cloned().unwrap_or(Value::Null),
+            "matched_stop": matched(reason),
         });
         match self.form {
             Form::Completion => {
@@ -370,6 +394,137 @@ impl Call {
         });
         json!({"content": content.collect::<Vec<_>>()})
     }
+}
+
+/// The chunks of a streamed reply.
+#[derive(Debug)]
+pub struct Chunks {
+    call: Call,
+    created: u64,
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    /// Of the chunks so far.
+    id: Value,
+}
+
+impl Chunks {
+    /// Of a call that was made at `created`, in seconds.
+    pub fn new(call: Call, created: u64) -> Self {
+        Self { call, created, prompt_tokens: 0, completion_tokens: 0, id: Value::Null }
+    }
+
+    /// Those for choice `index`, of which `element` has all that there is so far and `emitted` says what is out; `texts`
+    /// decodes a prompt that the text begins with.
+    pub(crate) fn of(
+        &mut self,
+        index: usize,
+        element: &Value,
+        emitted: &mut Emitted,
+        texts: &dyn Fn(&Value) -> String,
+    ) -> Vec<Value> {
+        let begins = !std::mem::replace(&mut emitted.begun, true);
+        let (mut added, before) = emitted.advance(element);
+        let meta = &element["meta_info"];
+        let reason = &meta["finish_reason"];
+        let new_tokens = emitted.tokens > before;
+        let logprobs = |of: &dyn Fn(&Value) -> Value| match self.call.logprobs && new_tokens {
+            true => of(&new_logprobs(meta, before)),
+            false => Value::Null,
+        };
+        let mut choices = Vec::new();
+        match self.call.form {
+            Form::Completion => {
+                if begins && self.call.echo {
+                    added.insert_str(0, &texts(&element["prompt_token_ids"]));
+                }
+                choices.push(json!({
+                    "index": index, "text": added, "logprobs": logprobs(&|meta| self.call.completion_logprobs(meta)),
+                    "finish_reason": reason["type"], "matched_stop": matched(reason),
+                }));
+            }
+            Form::Chat => {
+                let choice = |delta: Value, logprobs: Value| json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": null, "matched_stop": null});
+                if begins {
+                    let role = json!({"role": "assistant", "content": "", "reasoning_content": null});
+                    choices.push(choice(role, Value::Null));
+                }
+                if !added.is_empty() || (self.call.logprobs && new_tokens) {
+                    let delta = json!({"content": added, "reasoning_content": null});
+                    choices.push(choice(delta, logprobs(&|meta| self.call.chat_logprobs(meta))));
+                }
+                if !reason.is_null() {
+                    let mut last = choice(json!({"reasoning_content": null}), Value::Null);
+                    (last["finish_reason"], last["matched_stop"]) = (reason["type"].clone(), matched(reason));
+                    choices.push(last);
+                }
+            }
+        }
+        if let Some(last) = choices.last_mut().filter(|_| !reason.is_null()) {
+            self.completion_tokens += meta["completion_tokens"].as_u64().unwrap_or_default();
+            // The samples of one prompt follow each other, and have it once.
+            if (index as u64).is_multiple_of(self.samples()) {
+                self.prompt_tokens += meta["prompt_tokens"].as_u64().unwrap_or_default();
+            }
+            if let Some(capture) = meta.get("capture") {
+                last["capture"] = capture.clone();
+            }
+            if self.call.return_token_ids {
+                last["token_ids"] = element["output_ids"].clone();
+                last["prompt_token_ids"] = element["prompt_token_ids"].clone();
+            }
+        }
+        self.id = Call::id(element, self.is_list());
+        choices.into_iter().map(|choice| self.chunk(&json!([choice]))).collect()
+    }
+
+    /// The chunk behind all others, if the client asked for it.
+    pub(crate) fn usage(&self) -> Option<Value> {
+        let (prompt, completion) = (self.prompt_tokens, self.completion_tokens);
+        self.call.include_usage.then(|| {
+            let mut chunk = self.chunk(&json!([]));
+            chunk["usage"] = json!({
+                "prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion,
+                "prompt_tokens_details": null, "reasoning_tokens": 0, "completion_tokens_details": null,
+            });
+            chunk
+        })
+    }
+
+    fn samples(&self) -> u64 {
+        self.call.body["sampling_params"]["n"].as_u64().unwrap_or(1).max(1)
+    }
+
+    fn is_list(&self) -> bool {
+        let several =
+            |value: &Value| value.as_array().and_then(|items| items.first()).is_some_and(Value::is_array);
+        self.samples() > 1 || several(&self.call.body["input_ids"]) || self.call.body["text"].is_array()
+    }
+
+    fn chunk(&self, choices: &Value) -> Value {
+        let object = match self.call.form {
+            Form::Completion => "text_completion",
+            Form::Chat => "chat.completion.chunk",
+        };
+        let mut chunk = json!({"id": self.id, "object": object, "created": self.created, "model": self.call.model, "choices": choices});
+        if self.call.form == Form::Completion {
+            chunk["usage"] = Value::Null;
+        }
+        chunk
+    }
+}
+
+/// What ended a text, of a `finish_reason`.
+fn matched(reason: &Value) -> Value {
+    reason.get("matched").cloned().unwrap_or(Value::Null)
+}
+
+/// `meta_info` with the log-probabilities of the tokens behind the first `count` only.
+fn new_logprobs(meta: &Value, count: usize) -> Value {
+    let behind = |key: &str| {
+        let list = meta[key].as_array().map(|list| list.iter().skip(count).cloned().collect::<Vec<_>>());
+        (key.to_owned(), json!(list.unwrap_or_default()))
+    };
+    Value::Object(["output_token_logprobs", "output_top_logprobs"].map(behind).into_iter().collect())
 }
 
 /// vLLM's request fields for extraction: what the dump covers. A path of the client's choice is refused.
@@ -614,7 +769,6 @@ mod tests {
     #[test]
     fn what_is_not_implemented_is_refused_by_name_and_what_has_no_effect_is_not() {
         for (field, value) in [
-            ("stream", json!(true)),
             ("response_format", json!({"type": "json_object"})),
             ("suffix", json!("x")),
             ("best_of", json!(4)),

@@ -9,7 +9,35 @@ use crate::error::ApiError;
 use crate::plan::Plan;
 use crate::request::LogprobRequest;
 use crate::sampling::TokenLogprob;
+use crate::sink::CaptureReply;
 use crate::tokenizer::{Tokenizer, first_stop};
+
+/// What there is of one prompt's result: all of it, or so far.
+pub(crate) struct Part<'a> {
+    /// The generated tokens.
+    pub(crate) output_ids: &'a [i64],
+    /// Why there are no more, if there are none.
+    pub(crate) finish: Option<&'a Finish>,
+    /// The dump.
+    pub(crate) capture: Option<&'a CaptureReply>,
+    /// The log-probabilities.
+    pub(crate) logprobs: Option<&'a DoneLogprobs>,
+    /// The text, where it is known already.
+    pub(crate) text: Option<String>,
+}
+
+impl<'a> Part<'a> {
+    /// All of it.
+    pub(crate) fn of(done: &'a Done) -> Self {
+        Self {
+            output_ids: &done.output_ids,
+            finish: Some(&done.finish),
+            capture: done.capture.as_ref(),
+            logprobs: done.logprobs.as_ref(),
+            text: None,
+        }
+    }
+}
 
 /// The element of one prompt.
 ///
@@ -17,14 +45,14 @@ use crate::tokenizer::{Tokenizer, first_stop};
 /// [`ApiError::StepFailed`] when its tokens have no text.
 pub(crate) fn element(
     plan: &Plan,
-    done: &Done,
+    done: &Part<'_>,
     started: Instant,
     tokenizer: Option<&Tokenizer>,
 ) -> Result<Value, ApiError> {
     let count = done.output_ids.len();
     let mut meta = json!({
         "id": plan.identity.rid,
-        "finish_reason": finish_reason(done),
+        "finish_reason": done.finish.map_or(Value::Null, |finish| finish_reason(finish, count)),
         "prompt_tokens": plan.prompt_tokens,
         "completion_tokens": count,
         "cached_tokens": 0,
@@ -34,17 +62,23 @@ pub(crate) fn element(
         "dp_rank": null,
         "e2e_latency": started.elapsed().as_secs_f64(),
         "weight_version": "default",
-        "weight_versions": [{"version": "default", "start": 0, "end": count}],
     });
-    if let Some(capture) = &done.capture {
+    if done.finish.is_some() {
+        meta["weight_versions"] = json!([{"version": "default", "start": 0, "end": count}]);
+    }
+    if let Some(capture) = done.capture {
         meta["capture"] = json!(capture);
     }
-    if let (Some(wanted), Some(found), Value::Object(meta)) = (&plan.logprobs, &done.logprobs, &mut meta) {
+    if let (Some(wanted), Some(found), Value::Object(meta)) = (&plan.logprobs, done.logprobs, &mut meta) {
         add_logprobs(plan, done, wanted, found, tokenizer, meta)?;
     }
     let mut element = json!({"output_ids": done.output_ids, "meta_info": meta});
     if let Some(tokenizer) = tokenizer {
-        element["text"] = json!(text(plan, done, tokenizer)?);
+        element["text"] = match (&done.text, done.finish) {
+            (Some(text), _) => json!(text),
+            (None, Some(finish)) => json!(text(plan, done.output_ids, finish, tokenizer)?),
+            (None, None) => json!(decode(tokenizer, done.output_ids, plan.skip_special_tokens)?),
+        };
     }
     if let Some(prompt) = plan.prompt_token_ids.as_ref().filter(|_| plan.returns_prompt) {
         element["prompt_token_ids"] = json!(prompt);
@@ -52,9 +86,9 @@ pub(crate) fn element(
     Ok(element)
 }
 
-fn finish_reason(done: &Done) -> Value {
-    match &done.finish {
-        Finish::Length => json!({"type": "length", "length": done.output_ids.len()}),
+fn finish_reason(finish: &Finish, count: usize) -> Value {
+    match finish {
+        Finish::Length => json!({"type": "length", "length": count}),
         Finish::Stop(token) => json!({"type": "stop", "matched": token}),
         Finish::StopText(text) => json!({"type": "stop", "matched": text}),
         Finish::Aborted => {
@@ -64,13 +98,13 @@ fn finish_reason(done: &Done) -> Value {
 }
 
 /// The text ends before what ended it, unless the request says otherwise.
-fn text(plan: &Plan, done: &Done, tokenizer: &Tokenizer) -> Result<String, ApiError> {
-    let shown = match done.finish {
-        Finish::Stop(_) if !plan.no_stop_trim => &done.output_ids[..done.output_ids.len() - 1],
-        _ => &done.output_ids,
+fn text(plan: &Plan, output_ids: &[i64], finish: &Finish, tokenizer: &Tokenizer) -> Result<String, ApiError> {
+    let shown = match finish {
+        Finish::Stop(_) if !plan.no_stop_trim => &output_ids[..output_ids.len() - 1],
+        _ => output_ids,
     };
     let mut text = decode(tokenizer, shown, plan.skip_special_tokens)?;
-    if matches!(done.finish, Finish::StopText(_)) && !plan.no_stop_trim {
+    if matches!(finish, Finish::StopText(_)) && !plan.no_stop_trim {
         // The string that was found first, which may not be the one that the last token completed first.
         let end = first_stop(&text, &plan.stop).map_or(text.len(), |(at, _)| at);
         text.truncate(end);
@@ -85,7 +119,7 @@ fn decode(tokenizer: &Tokenizer, ids: &[i64], skip_special_tokens: bool) -> Resu
 /// Log-probabilities are triples of value, token and its text or null.
 fn add_logprobs(
     plan: &Plan,
-    done: &Done,
+    done: &Part<'_>,
     wanted: &LogprobRequest,
     found: &DoneLogprobs,
     tokenizer: Option<&Tokenizer>,

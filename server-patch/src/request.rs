@@ -29,6 +29,8 @@ pub struct GenerateRequest {
     pub prompts: Vec<PromptRequest>,
     /// Whether the reply repeats each prompt's token IDs.
     pub return_prompt_token_ids: bool,
+    /// Whether the reply comes event by event.
+    pub stream: bool,
 }
 
 /// One prompt of a call.
@@ -70,8 +72,7 @@ impl GenerateRequest {
 
 /// Fields of SGLang's `/generate` that this server does not have, with the value that asks for nothing. What only tunes
 /// a prefix cache (`extra_key`, `cache_salt`) or a log is left out: without one it has no effect to leave undone.
-const UNSUPPORTED: [(&str, &str); 36] = [
-    ("stream", "false"),
+const UNSUPPORTED: [(&str, &str); 35] = [
     ("return_flat_raw_top_logprobs", "false"),
     ("return_flat_raw_output_top_logprobs", "false"),
     ("return_flat_raw_top_logprobs_b64", "false"),
@@ -125,6 +126,7 @@ struct Body {
     capture: CaptureFields,
     logprobs: LogprobFields,
     return_prompt_token_ids: bool,
+    stream: bool,
 }
 
 struct BodySeed {
@@ -155,8 +157,9 @@ impl<'de> Visitor<'de> for BodySeed {
             capture: CaptureFields::Absent,
             logprobs: LogprobFields::default(),
             return_prompt_token_ids: false,
+            stream: false,
         };
-        const KNOWN: [&str; 11] = [
+        const KNOWN: [&str; 12] = [
             "rid",
             "text",
             "input_ids",
@@ -168,6 +171,7 @@ impl<'de> Visitor<'de> for BodySeed {
             "token_ids_logprob",
             "return_text_in_logprobs",
             "return_prompt_token_ids",
+            "stream",
         ];
         let mut seen = [false; KNOWN.len()];
         while let Some(key) = map.next_key::<String>()? {
@@ -192,6 +196,7 @@ impl<'de> Visitor<'de> for BodySeed {
                 "logprob_start_len" => body.logprobs.start = map.next_value()?,
                 "top_logprobs_num" => body.logprobs.top = map.next_value()?,
                 "token_ids_logprob" => body.logprobs.token_ids = map.next_value()?,
+                "stream" => body.stream = map.next_value::<Scalar>()?.bool(&key)?.unwrap_or_default(),
                 "return_text_in_logprobs" => {
                     body.logprobs.text = map.next_value::<Scalar>()?.bool(&key)?.unwrap_or_default();
                 }
@@ -285,7 +290,7 @@ impl Body {
             ));
         }
         let return_prompt_token_ids = self.return_prompt_token_ids;
-        Ok(GenerateRequest { batch, prompts, return_prompt_token_ids })
+        Ok(GenerateRequest { batch, prompts, return_prompt_token_ids, stream: self.stream })
     }
 }
 

@@ -183,6 +183,7 @@ pub async fn run(args: Args) -> Result<(), StartError> {
         budget: Arc::clone(&budget),
         dump_dir,
         queue_timeout: args.queue_timeout.0,
+        incremental_streaming: args.incremental_streaming_output,
         metrics: metrics.clone(),
         registry,
         rids: InFlightRids::default(),

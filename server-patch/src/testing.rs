@@ -32,6 +32,7 @@ pub(crate) struct Fixture {
     pub(crate) max_running: usize,
     pub(crate) kv_budget: u64,
     pub(crate) buffer_bytes: u64,
+    pub(crate) incremental: bool,
 }
 
 impl Default for Fixture {
@@ -47,6 +48,7 @@ impl Default for Fixture {
             max_running: 100,
             kv_budget: 1 << 20,
             buffer_bytes: 1 << 20,
+            incremental: false,
         }
     }
 }
@@ -119,6 +121,7 @@ impl Fixture {
             budget: Budget::new(dir, self.budget, None, &metrics).unwrap(),
             dump_dir: dir.to_owned(),
             queue_timeout: self.queue_timeout,
+            incremental_streaming: self.incremental,
             metrics,
             registry,
             rids: InFlightRids::default(),

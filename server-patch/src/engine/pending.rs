@@ -17,15 +17,27 @@ pub struct Pending {
     done: oneshot::Receiver<Result<Done, ApiError>>,
     capture: Option<oneshot::Receiver<Result<Written, ApiError>>>,
     captures: bool,
+    early: bool,
     published: Option<Written>,
 }
 
 impl Pending {
     /// One for a job, with where the engine and the writers send to; the latter if the job `captures`.
-    pub fn new(captures: bool) -> (Self, DoneSender, Option<CaptureSender>) {
+    /// `early` says that the dump does not wait for the text's end.
+    pub fn new(captures: bool, early: bool) -> (Self, DoneSender, Option<CaptureSender>) {
         let (send_done, done) = oneshot::channel();
         let (send_capture, capture) = captures.then(oneshot::channel).unzip();
-        (Self { done, capture, captures, published: None }, send_done, send_capture)
+        (Self { done, capture, captures, early, published: None }, send_done, send_capture)
+    }
+
+    /// Whether a dump was asked for.
+    pub fn captures(&self) -> bool {
+        self.captures
+    }
+
+    /// Whether one was that is published before the text ends.
+    pub fn is_captured_early(&self) -> bool {
+        self.captures && self.early
     }
 
     /// Waits for the dump, of which there is none if none was asked for or the job was withdrawn before.

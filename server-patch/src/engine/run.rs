@@ -66,6 +66,8 @@ impl<M: StepModel> Running<'_, M> {
         if self.jobs.iter().any(|active| active.job.ticket.withdrawn().is_some()) {
             let all = std::mem::take(&mut self.jobs);
             self.jobs = all.into_iter().filter_map(Active::unless_withdrawn).collect();
+            // Nothing else may come for long.
+            self.show();
         }
     }
 
@@ -200,15 +202,24 @@ impl<M: StepModel> Running<'_, M> {
                 return;
             }
         };
+        let mut ended = Vec::new();
         for ((mut active, part), output) in step.into_iter().zip(outputs) {
             match active.advance(part, output, self.sink, self.metrics) {
-                Err(error) => active.job.refuse(error),
+                Err(error) => ended.push((active, Err(error))),
                 Ok(None) => self.jobs.push_back(active),
-                Ok(Some(finish)) => active.end(finish, self.sink),
+                Ok(Some(finish)) => ended.push((active, Ok(finish))),
             }
         }
         // Those that had no part are younger: there was no room behind the older ones.
         self.jobs.append(&mut resting);
+        // Whoever is answered finds the series as they are without it.
+        self.show();
+        for (active, end) in ended {
+            match end {
+                Ok(finish) => active.end(finish, self.sink),
+                Err(error) => active.job.refuse(error),
+            }
+        }
         self.metrics.step_seconds.observe(started.elapsed().as_secs_f64());
     }
 

@@ -43,7 +43,7 @@ impl Jobs {
     fn job(&self, body: &str) -> (Job, RequestId, Arc<Ticket>, Answer) {
         let request = GenerateRequest::parse(body.as_bytes(), 100).unwrap();
         let plan = planner(CaptureMode::All).plan(request, None, &Originals::default()).unwrap().remove(0);
-        let (pending, reply, capture_reply) = Pending::new(plan.capture.is_some());
+        let (pending, reply, capture_reply) = Pending::new(plan.capture.is_some(), false);
         let ticket = Ticket::new();
         let Identity { id, .. } = plan.identity;
         let capture = plan.capture.zip(capture_reply).map(|(capture, reply)| JobCapture {
@@ -385,6 +385,8 @@ fn an_aborted_job_is_answered_with_what_it_had_and_has_no_dump() {
     gate.open();
     let done = answer.blocking_recv().unwrap().unwrap();
     assert_eq!((done.finish, done.output_ids, done.capture), (Finish::Aborted, vec![2], None));
+    let (running, reserved) = (jobs.metrics.running.clone(), jobs.metrics.kv_reserved_bytes.clone());
+    eventually("the series say so", || running.get() == 0 && reserved.get() == 0);
     let (_, ticket, answer) = hold(&jobs, &engine, &gate, &body(&[1], 0, ""));
     ticket.withdraw(Withdrawn::Aborted);
     gate.open();

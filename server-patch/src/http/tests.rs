@@ -134,7 +134,7 @@ async fn bad_input_is_refused_by_name_and_the_next_request_is_right() {
     let dir = tempfile::tempdir().unwrap();
     let app = Fixture::default().app(dir.path());
     let million = format!(r#"{{"input_ids":{:?}}}"#, vec![1; 1_000_000]);
-    let table: [(&str, &str, &str); 16] = [
+    let table: [(&str, &str, &str); 15] = [
         (r#"{"input_ids":[]}"#, "/error/message", "`input_ids` cannot be empty"),
         (r#"{"input_ids":[100]}"#, "/error/message", "`input_ids[0]` is 100; a token ID from 0 to 99"),
         (r#"{"input_ids":[1,-1]}"#, "/error/message", "`input_ids[1]` is -1; a token ID from 0 to 99"),
@@ -149,7 +149,6 @@ async fn bad_input_is_refused_by_name_and_the_next_request_is_right() {
         (r#"{"input_ids":[1],"capture":{"points":[9]}}"#, "/error/message", "point 9 does not exist"),
         (r#"{"input_ids":[1],"capture":{"path":"/x"}}"#, "/error", "`capture.path` is not accepted"),
         (r#"{"input_ids":[1],"capture":"yes"}"#, "/error", "`capture` is \"yes\""),
-        (r#"{"input_ids":[1],"stream":true}"#, "/error", "`stream` is true"),
         ("{}", "/error/message", "either `text` or `input_ids`"),
     ];
     for (body, pointer, part) in table {
@@ -162,8 +161,8 @@ async fn bad_input_is_refused_by_name_and_the_next_request_is_right() {
         let good = generate(&app, &prompt(RequestId::new(), &[1], 1)).await;
         assert_eq!((good.status, &good.json()["output_ids"]), (200, &json!([2])));
     }
-    assert_eq!(outcome(&app, Outcome::Refused), 16);
-    assert_eq!(files(dir.path()).len(), 16);
+    assert_eq!(outcome(&app, Outcome::Refused), 15);
+    assert_eq!(files(dir.path()).len(), 15);
 }
 
 #[tokio::test]
@@ -642,4 +641,84 @@ async fn more_log_probabilities_than_a_reply_can_hold_are_refused_by_name() {
         "{message}"
     );
     assert_eq!(generate(&app, &body(&asked[..50])).await.status, 200);
+}
+
+/// The events of a streamed reply.
+fn events(reply: &Reply) -> Vec<serde_json::Value> {
+    let text = std::str::from_utf8(&reply.body).unwrap();
+    let event = |event: &str| {
+        let event = event.strip_prefix("data: ").unwrap();
+        serde_json::from_str(event).unwrap_or_else(|_| json!(event))
+    };
+    text.strip_suffix("\n\n").unwrap().split("\n\n").map(event).collect()
+}
+
+fn streamed(ids: &[i64], new_tokens: usize) -> String {
+    json!({"input_ids": ids, "stream": true, "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0}}).to_string()
+}
+
+#[tokio::test]
+async fn a_stream_has_all_so_far_in_each_event_or_what_is_new() {
+    let dir = tempfile::tempdir().unwrap();
+    for incremental in [false, true] {
+        let app = Fixture { incremental, ..Fixture::default() }.app(dir.path());
+        let reply = generate(&app, &streamed(&[1, 2], 6)).await;
+        assert_eq!(
+            (reply.status, reply.header("content-type")),
+            (200, Some("text/event-stream; charset=utf-8"))
+        );
+        let mut events = events(&reply);
+        assert_eq!(events.pop().unwrap(), "[DONE]");
+        let ids = |event: &serde_json::Value| event["output_ids"].as_array().unwrap().clone();
+        let counts: Vec<u64> =
+            events.iter().map(|event| event["meta_info"]["completion_tokens"].as_u64().unwrap()).collect();
+        assert!(counts.is_sorted() && counts.last() == Some(&6), "{counts:?}");
+        if incremental {
+            let all: Vec<_> = events.iter().flat_map(ids).collect();
+            assert_eq!(json!(all), json!([3, 4, 5, 6, 7, 8]));
+        } else {
+            for (event, count) in events.iter().zip(counts) {
+                assert_eq!(ids(event).len() as u64, count);
+            }
+            assert_eq!(events.last().unwrap()["output_ids"], json!([3, 4, 5, 6, 7, 8]));
+        }
+        assert_eq!(outcome(&app, Outcome::Ok), 1);
+    }
+}
+
+#[tokio::test]
+async fn what_goes_wrong_before_a_stream_has_a_status_and_what_goes_wrong_in_it_is_an_event() {
+    let dir = tempfile::tempdir().unwrap();
+    let app = Fixture::default().app(dir.path());
+    assert_eq!(generate(&app, &streamed(&[1, FAILS], 3)).await.status, 500);
+    assert_eq!(generate(&app, &streamed(&[1000], 3)).await.status, 400);
+    // It comes to the token that fails when it is run.
+    let reply = generate(&app, &streamed(&[FAILS - 3], 9)).await;
+    let events = events(&reply);
+    let [.., error, done] = &events[..] else { panic!("{events:?}") };
+    assert_eq!((reply.status, done), (200, &json!("[DONE]")));
+    assert_eq!((&error["error"]["code"], &error["error"]["type"]), (&json!(500), &json!("internal_error")));
+    assert!(error["error"]["message"].as_str().unwrap().contains("as asked"), "{error}");
+    assert_eq!((outcome(&app, Outcome::Failed), app.metrics.in_flight.get()), (2, 0));
+    // A prompt alone has one event.
+    let reply = generate(&app, &streamed(&[1], 0)).await;
+    assert_eq!(reply.body.windows(6).filter(|bytes| bytes == b"data: ").count(), 2);
+}
+
+#[tokio::test]
+async fn a_stream_that_nobody_reads_holds_little_and_ends_with_its_reader() {
+    let dir = tempfile::tempdir().unwrap();
+    let app = Fixture { mode: CaptureMode::All, ..Fixture::default() }.app(dir.path());
+    let response = Arc::clone(&app).handle(request("POST", "/generate", streamed(&[1], 40))).await;
+    assert_eq!(
+        (response.status().as_u16(), files(dir.path()).len()),
+        (200, 1),
+        "the dump is there before the head"
+    );
+    let metrics = app.metrics.clone();
+    wait("all tokens are made", move || metrics.running.get() == 0).await;
+    drop(response);
+    let dir = dir.path().to_owned();
+    wait("its dump is gone", move || files(&dir).is_empty()).await;
+    assert_eq!((outcome(&app, Outcome::ClientGone), app.lifecycle.in_flight()), (1, 0));
 }

@@ -272,7 +272,6 @@ fn sampling_parameters_are_read_and_judged_and_others_refused_by_name() {
 #[test]
 fn a_field_this_server_does_not_have_is_refused_unless_it_asks_for_nothing() {
     for (field, value) in [
-        ("stream", "true"),
         ("lora_path", "\"x\""),
         ("input_embeds", "[[0.5]]"),
         ("return_hidden_states", "true"),
