@@ -44,6 +44,10 @@ static int suffer(int fd) {
             continue;
         }
         if (strcmp(word, "full") == 0) return ENOSPC;
+        if (strncmp(word, "every ", 6) == 0) {
+            static unsigned long writes;
+            if (__atomic_add_fetch(&writes, 1, __ATOMIC_RELAXED) % strtoul(word + 6, NULL, 10) == 0) return ENOSPC;
+        }
         if (strncmp(word, "delay ", 6) == 0) sleep_ms(atol(word + 6));
         return 0;
     }

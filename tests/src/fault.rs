@@ -49,6 +49,11 @@ impl Fault {
         self.set("full");
     }
 
+    /// One write of so many fails as on a full disk, the others work.
+    pub fn disk_full_every(&self, writes: u32) {
+        self.set(&format!("every {writes}"));
+    }
+
     /// Makes `command` suffer.
     pub fn apply_to(&self, command: &mut Command) {
         command.env("LD_PRELOAD", library());

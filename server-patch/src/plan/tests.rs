@@ -160,3 +160,19 @@ fn the_log_names_points_on_both_axes() {
     let spec = CaptureSpec::new(&[0, 2, 30, 58], FinalState::Both, 61).unwrap();
     assert_eq!(both_axes(&spec), ("0,2,30,58,61".to_owned(), "embedding,1,29,57,60".to_owned()));
 }
+
+#[test]
+fn the_model_s_ends_are_kept_back_before_min_new_tokens_even_if_they_end_nothing() {
+    use crate::engine::testing::EOS;
+    let plan = |params: &str| {
+        let mut plans = plan(&format!(r#"{{"input_ids":[1],"sampling_params":{params}}}"#)).unwrap();
+        let plan = plans.remove(0);
+        (plan.stop_ids, plan.ends)
+    };
+    assert_eq!(plan(r#"{"min_new_tokens":3}"#), (vec![EOS], vec![EOS]));
+    assert_eq!(plan(r#"{"min_new_tokens":3,"ignore_eos":true}"#), (vec![], vec![EOS]));
+    assert_eq!(
+        plan(r#"{"min_new_tokens":3,"ignore_eos":true,"stop_token_ids":[7]}"#),
+        (vec![7], vec![7, EOS])
+    );
+}
