@@ -10,6 +10,7 @@ use serde_json::Value;
 use tether_dump::{DumpLayout, RequestId, Rows};
 use tokio::sync::{Notify, mpsc};
 
+use crate::auth::Keys;
 use crate::budget::Budget;
 use crate::engine::{
     Done, DoneSender, Engine, Finish, Job, JobCapture, Pending, StopText, Ticket, Withdrawn,
@@ -42,6 +43,10 @@ pub struct App {
     pub queue_timeout: Duration,
     /// Whether the events of a streamed `/generate` have what is new, instead of all so far.
     pub incremental_streaming: bool,
+    /// Who may ask.
+    pub keys: Keys,
+    /// How the server was launched, by SGLang's names where it has them.
+    pub launch: Value,
     /// The series.
     pub metrics: Metrics,
     /// What `/metrics` gathers.

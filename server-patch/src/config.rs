@@ -12,6 +12,7 @@ use tch::Device;
 use tether_dump::{Dtype, DumpLayout, FinalState};
 use tether_model::{CaptureSpec, Config, DtypeChoice, InvalidCapture, LoadError, default_points};
 
+use crate::launch::SglangFlags;
 use crate::plan::{CaptureDefaults, CaptureMode, ModelInfo};
 use crate::units::{ByteSize, Span};
 
@@ -24,7 +25,7 @@ use crate::units::{ByteSize, Span};
 #[command(name = "tether-server", version)]
 pub struct Args {
     /// Checkpoint directory: config.json, safetensors and, for text prompts, tokenizer.json
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, visible_alias = "model-path", value_name = "DIR")]
     pub model: PathBuf,
     /// Address to listen on; port 0 takes a free one, which the log names
     #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:30000")]
@@ -113,6 +114,10 @@ pub struct Args {
     /// Log one JSON object a line
     #[arg(long)]
     pub log_json: bool,
+
+    /// SGLang's own flags.
+    #[command(flatten)]
+    pub sglang: SglangFlags,
 }
 
 /// Taken for the memory that is available where the system does not say.
@@ -176,6 +181,14 @@ pub enum ConfigError {
         dir: PathBuf,
         /// Why it cannot be.
         source: LoadError,
+    },
+    /// More positions than the model has.
+    #[error("--context-length is {length}; the model has {most} positions, and at most these are accepted")]
+    Context {
+        /// As given.
+        length: usize,
+        /// `max_position_embeddings`.
+        most: usize,
     },
     /// The points.
     #[error("--capture-layers cannot be captured")]
@@ -250,6 +263,17 @@ impl Args {
         self.device_map.as_deref().unwrap_or(std::slice::from_ref(&self.device))
     }
 
+    /// Where to listen.
+    pub fn address(&self) -> String {
+        self.sglang.listen().unwrap_or_else(|| self.listen.clone())
+    }
+
+    /// Tokens in one forward pass.
+    pub fn batch_tokens(&self) -> u32 {
+        let size = self.sglang.chunked_prefill_size.and_then(|size| u32::try_from(size).ok());
+        size.filter(|size| *size > 0).unwrap_or(self.max_batch_tokens)
+    }
+
     /// Threads of an operation.
     pub fn compute_threads(&self) -> usize {
         let cores = || std::thread::available_parallelism().map_or(1, usize::from);
@@ -276,9 +300,17 @@ impl Args {
             num_layers: config.num_hidden_layers,
             hidden_size: size("hidden_size", config.hidden_size)?,
             vocab_size: config.vocab_size,
-            context: size("max_position_embeddings", config.max_position_embeddings)?,
+            context: self.context(size("max_position_embeddings", config.max_position_embeddings)?)?,
             eos_token_ids: ends(dir, config.eos_token_id)?,
         })
+    }
+
+    /// Positions to serve of a model that has so many.
+    fn context(&self, most: usize) -> Result<usize, ConfigError> {
+        match self.sglang.context_length.map(|length| length as usize) {
+            Some(length) if length > most => Err(ConfigError::Context { length, most }),
+            length => Ok(length.unwrap_or(most)),
+        }
     }
 
     /// The points to capture by default, checked against the model's depth.

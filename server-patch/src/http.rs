@@ -28,6 +28,8 @@ const BODY_PAUSE: Duration = Duration::from_secs(60);
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const CLIENT_REQUEST_ID: HeaderName = HeaderName::from_static("x-client-request-id");
+/// Where the path of one model begins.
+const MODELS: &str = "/v1/models/";
 const TETHER_CAPTURE: HeaderName = HeaderName::from_static("x-tether-capture");
 
 /// The body of every reply.
@@ -45,6 +47,9 @@ impl App {
             method => method,
         };
         let path = request.uri().path().to_owned();
+        if !self.keys.admit(request.method(), &path, request.headers()) {
+            return plain(json_reply(StatusCode::UNAUTHORIZED, &json!({"error": "Unauthorized"})));
+        }
         let allowed = match path.as_str() {
             "/generate" | "/abort_request" => "POST, PUT",
             "/v1/completions"
@@ -56,7 +61,8 @@ impl App {
             | "/v1/detokenize" => "POST",
             "/flush_cache" => "GET, HEAD, POST",
             "/" | "/ping" | "/ready" | "/health" | "/get_model_info" | "/model_info" | "/v1/models"
-            | "/metrics" => "GET, HEAD",
+            | "/metrics" | "/health_generate" | "/server_info" | "/get_server_info" => "GET, HEAD",
+            path if path.starts_with(MODELS) => "GET, HEAD",
             _ => return plain(error_reply(&ApiError::NotFound)),
         };
         if !allowed.split(", ").any(|allowed| allowed == method.as_str()) {
@@ -83,6 +89,11 @@ impl App {
                 plain(self.abort_route(request).await.unwrap_or_else(|error| error_reply(&error)))
             }
             "/health" => plain(self.health()),
+            "/health_generate" => {
+                plain(self.health_generate().await.unwrap_or_else(|error| error_reply(&error)))
+            }
+            "/server_info" | "/get_server_info" => plain(json_reply(StatusCode::OK, &self.server_info())),
+            path if path.starts_with(MODELS) => plain(self.model(&path[MODELS.len()..])),
             "/metrics" => plain(self.metrics_text()),
             "/v1/models" => plain(json_reply(StatusCode::OK, &self.models())),
             _ => plain(json_reply(StatusCode::OK, &self.model_info())),
@@ -304,12 +315,49 @@ impl App {
         }
     }
 
-    fn models(&self) -> serde_json::Value {
+    /// `/health_generate`: whether a token comes out. It makes no dump.
+    async fn health_generate(self: Arc<Self>) -> Result<Response<Full<Bytes>>, ApiError> {
+        self.lifecycle.check()?;
+        let body =
+            r#"{"input_ids":[0],"capture":false,"sampling_params":{"max_new_tokens":1,"temperature":0}}"#;
+        let mut call_id = CallId::new(None);
+        self.generate(body.into(), &mut call_id, Originals::default(), Instant::now(), None).await?;
+        Ok(Response::new(Full::default()))
+    }
+
+    /// `/server_info`: how the server was launched, and how it is.
+    fn server_info(&self) -> serde_json::Value {
+        let mut info = self.launch.clone();
+        let ready = self.lifecycle.check().is_ok();
+        info["status"] = json!(if ready { "ready" } else { "not ready" });
+        info["internal_states"] = json!([{
+            "num_running_reqs": self.metrics.running.get(), "num_waiting_reqs": self.metrics.queue_depth.get(),
+        }]);
+        info["tether"] = self.model_info()["tether"].take();
+        info
+    }
+
+    fn model_card(&self) -> serde_json::Value {
         let model = &self.planner.model;
-        json!({"object": "list", "data": [{
+        json!({
             "id": model.name, "object": "model", "created": 0, "owned_by": "tether", "root": model.name, "parent": null,
             "max_model_len": model.context,
-        }]})
+        })
+    }
+
+    fn models(&self) -> serde_json::Value {
+        json!({"object": "list", "data": [self.model_card()]})
+    }
+
+    /// `/v1/models/{id}`; an id may have slashes, and may come with them escaped.
+    fn model(&self, id: &str) -> Response<Full<Bytes>> {
+        let id = id.replace("%2F", "/").replace("%2f", "/");
+        if id == self.planner.model.name {
+            return json_reply(StatusCode::OK, &self.model_card());
+        }
+        let message = format!("The model '{}' does not exist", crate::json::clipped(&id));
+        let error = json!({"message": message, "type": "invalid_request_error", "param": "model", "code": "model_not_found"});
+        json_reply(StatusCode::NOT_FOUND, &json!({"error": error}))
     }
 
     fn model_info(&self) -> serde_json::Value {

@@ -8,6 +8,7 @@
 //! [`config`].
 
 pub mod app;
+pub mod auth;
 pub mod budget;
 pub mod chat;
 pub mod config;
@@ -16,6 +17,7 @@ pub mod error;
 pub mod http;
 pub mod identity;
 mod json;
+pub mod launch;
 mod memory;
 pub mod metrics;
 pub mod openai;

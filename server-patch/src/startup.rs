@@ -2,6 +2,7 @@
 
 use std::future::pending;
 use std::mem::ManuallyDrop;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Once, OnceLock};
 use std::time::Instant;
@@ -13,6 +14,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
 use crate::app::{App, Lifecycle};
+use crate::auth::KeyError;
 use crate::budget::Budget;
 use crate::chat::{ChatError, ChatTemplate};
 use crate::config::{Args, prepare_dump_dir};
@@ -66,6 +68,9 @@ pub enum StartError {
         /// Why.
         source: ChatError,
     },
+    /// A key.
+    #[error("the API key cannot be used")]
+    Key(#[from] KeyError),
     /// The model.
     #[error(transparent)]
     Model(#[from] TorchError),
@@ -100,9 +105,13 @@ pub async fn run(args: Args) -> Result<(), StartError> {
     }
     let template = ChatTemplate::read(&args.model)
         .map_err(|source| StartError::Template { dir: args.model.clone(), source })?;
-    let listener = TcpListener::bind(&args.listen)
+    let keys = args.sglang.keys()?;
+    if let ignored @ [_, ..] = &*args.sglang.without_effect() {
+        tracing::info!(flags = ignored.join(" "), "flags of SGLang that have no meaning here");
+    }
+    let listener = TcpListener::bind(args.address())
         .await
-        .map_err(|source| StartError::Listen { address: args.listen.clone(), source })?;
+        .map_err(|source| StartError::Listen { address: args.address(), source })?;
     let address = listener.local_addr().map_err(signals)?;
     let mut terminate = signal(SignalKind::terminate()).map_err(signals)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(signals)?;
@@ -110,7 +119,7 @@ pub async fn run(args: Args) -> Result<(), StartError> {
     let metrics = Metrics::register(&registry).map_err(process)?;
     tether_telemetry::register_process(&registry, "tether_server", env!("CARGO_PKG_VERSION"))
         .map_err(process)?;
-    metrics.max_batch_tokens.set(i64::from(args.max_batch_tokens));
+    metrics.max_batch_tokens.set(i64::from(args.batch_tokens()));
     metrics.max_queued.set(i64::from(args.max_queued_requests));
     let budget = Budget::new(&dump_dir, args.dump_budget.0, args.dump_ttl.map(|ttl| ttl.0), &metrics)
         .map_err(|source| StartError::Scan { dir: dump_dir.clone(), source })?;
@@ -156,7 +165,7 @@ pub async fn run(args: Args) -> Result<(), StartError> {
     let load_started = Instant::now();
     let engine = Engine::start(
         EngineOptions {
-            max_batch_tokens: args.max_batch_tokens as usize,
+            max_batch_tokens: args.batch_tokens() as usize,
             max_queued: args.max_queued_requests as usize,
             max_running: args.max_running_requests as usize,
             kv_budget: args.kv_budget().0,
@@ -177,7 +186,10 @@ pub async fn run(args: Args) -> Result<(), StartError> {
             }));
         },
     );
+    let launch = launch(&args, &planner, address);
     let app = Arc::new(App {
+        launch,
+        keys,
         planner,
         engine,
         budget: Arc::clone(&budget),
@@ -252,6 +264,22 @@ async fn told(terminate: &mut Signal, interrupt: &mut Signal) -> &'static str {
     }
 }
 
+/// How the server was launched, for `/server_info`: by SGLang's names what means the same there.
+fn launch(args: &Args, planner: &Planner, address: SocketAddr) -> serde_json::Value {
+    let model = &planner.model;
+    serde_json::json!({
+        "model_path": model.path, "tokenizer_path": model.path, "served_model_name": model.name,
+        "host": address.ip(), "port": address.port(), "version": env!("CARGO_PKG_VERSION"), "frontend": "rust",
+        "tp_size": 1, "dp_size": 1, "pp_size": 1, "device": args.places()[0].to_string(),
+        "dtype": format!("{:?}", args.dtype).to_lowercase(), "context_length": model.context,
+        "max_req_input_len": model.context, "chunked_prefill_size": args.batch_tokens(),
+        "max_prefill_tokens": args.batch_tokens(), "max_running_requests": args.max_running_requests,
+        "max_queued_requests": args.max_queued_requests, "disable_radix_cache": true, "weight_version": "default",
+        "skip_tokenizer_init": planner.tokenizer.is_none(),
+        "incremental_streaming_output": args.incremental_streaming_output,
+    })
+}
+
 /// What was loaded, for the log.
 fn loaded_table(table: &LoadTable, log_json: bool) {
     if !log_json {
@@ -290,7 +318,7 @@ fn table(args: &Args, planner: &Planner, dump_dir: &Path, address: &str) {
             dtype = ?args.dtype,
             dump_dtype = ?args.dump_dtype,
             threads = args.compute_threads(),
-            max_batch_tokens = args.max_batch_tokens,
+            max_batch_tokens = args.batch_tokens(),
             max_running_requests = args.max_running_requests,
             kv_budget = %args.kv_budget(),
             dump_dir = %dump_dir.display(),
@@ -329,7 +357,7 @@ fn table(args: &Args, planner: &Planner, dump_dir: &Path, address: &str) {
             "batch",
             format!(
                 "{} prompt tokens, {} texts continued, KV budget {}",
-                args.max_batch_tokens,
+                args.batch_tokens(),
                 args.max_running_requests,
                 args.kv_budget()
             ),

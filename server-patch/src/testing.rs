@@ -9,6 +9,7 @@ use tether_dump::{Dtype, DumpLayout, FinalState};
 use tether_model::CaptureSpec;
 
 use crate::app::{App, Lifecycle};
+use crate::auth::Keys;
 use crate::budget::Budget;
 use crate::engine::testing::{EOS, FakeModel, HIDDEN, LAYERS, VOCAB};
 use crate::engine::{Engine, EngineOptions};
@@ -33,6 +34,7 @@ pub(crate) struct Fixture {
     pub(crate) kv_budget: u64,
     pub(crate) buffer_bytes: u64,
     pub(crate) incremental: bool,
+    pub(crate) keys: Keys,
 }
 
 impl Default for Fixture {
@@ -49,6 +51,7 @@ impl Default for Fixture {
             kv_budget: 1 << 20,
             buffer_bytes: 1 << 20,
             incremental: false,
+            keys: Keys::default(),
         }
     }
 }
@@ -122,6 +125,8 @@ impl Fixture {
             dump_dir: dir.to_owned(),
             queue_timeout: self.queue_timeout,
             incremental_streaming: self.incremental,
+            keys: self.keys.clone(),
+            launch: serde_json::json!({"model_path": "/models/fake"}),
             metrics,
             registry,
             rids: InFlightRids::default(),

@@ -115,3 +115,42 @@ fn texts_end_with_the_tokens_of_both_configs() {
         assert!(error.contains("generation_config.json") && error.contains("a list of them"), "{error}");
     }
 }
+
+#[test]
+fn a_launch_line_of_sglang_is_accepted_and_what_has_no_meaning_is_named() {
+    let flags: Vec<OsString> = "tether-server --model-path m --dump-dir d --host 0.0.0.0 --port 30001 --served-model-name x --api-key k --admin-api-key a \
+        --disable-radix-cache --trust-remote-code --tp 1 --mem-fraction-static 0.85 --context-length 4096 --chunked-prefill-size 2048 \
+        --max-running-requests 16 --log-level info"
+        .split_whitespace()
+        .map(OsString::from)
+        .collect();
+    let args: Args = tether_settings::from_sources("TETHER_SERVER_", flags, std::iter::empty()).unwrap();
+    assert_eq!((args.address().as_str(), args.batch_tokens()), ("0.0.0.0:30001", 2048));
+    assert_eq!(args.model, Path::new("m"));
+    let ignored = ["--tp", "--mem-fraction-static", "--disable-radix-cache", "--trust-remote-code"];
+    assert_eq!(args.sglang.without_effect(), ignored);
+    let keys = args.sglang.keys().unwrap();
+    assert!(keys.api.is_some() && keys.admin.is_some());
+    assert!(!format!("{args:?}").contains("Key(\"k"), "a key is not printed");
+    assert_eq!(args.context(163_840).unwrap(), 4096);
+    let error = args.context(2048).unwrap_err().to_string();
+    assert!(error.contains("4096") && error.contains("2048"), "{error}");
+}
+
+#[test]
+fn sglang_s_flags_mean_what_they_say_or_are_refused() {
+    assert_eq!(args("").unwrap().address(), "127.0.0.1:30000");
+    assert_eq!(args("--port 8").unwrap().address(), "127.0.0.1:8");
+    assert_eq!(args("--host ::1").unwrap().address(), "[::1]:30000");
+    let whole = args("--chunked-prefill-size -1").unwrap();
+    assert_eq!((whole.batch_tokens(), whole.sglang.without_effect()), (8192, vec!["--chunked-prefill-size"]));
+    for (flags, parts) in [
+        ("--tp 2", ["2", "1..=1"]),
+        ("--listen 127.0.0.1:1 --port 2", ["--listen", "--port"]),
+        ("--chunked-prefill-size 5 --max-batch-tokens 6", ["--chunked-prefill-size", "--max-batch-tokens"]),
+        ("--enable-torch-compile", ["--enable-torch-compile", "unexpected"]),
+    ] {
+        let text = args(flags).map(drop).unwrap_err().to_string();
+        assert!(parts.iter().all(|part| text.contains(part)), "{flags}: {text}");
+    }
+}

@@ -722,3 +722,52 @@ async fn a_stream_that_nobody_reads_holds_little_and_ends_with_its_reader() {
     wait("its dump is gone", move || files(&dir).is_empty()).await;
     assert_eq!((outcome(&app, Outcome::ClientGone), app.lifecycle.in_flight()), (1, 0));
 }
+
+#[tokio::test]
+async fn the_server_says_what_it_is_and_whether_a_token_comes_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let app = Fixture { mode: CaptureMode::All, ..Fixture::default() }.app(dir.path());
+    for path in ["/server_info", "/get_server_info"] {
+        let info = send(&app, request("GET", path, "")).await.json();
+        assert_eq!((&info["model_path"], &info["status"]), (&json!("/models/fake"), &json!("ready")));
+        assert_eq!(info["internal_states"][0]["num_running_reqs"], 0);
+    }
+    let health = send(&app, request("GET", "/health_generate", "")).await;
+    assert_eq!((health.status, health.body.len(), files(dir.path()).len()), (200, 0, 0));
+    assert_eq!(app.metrics.generated_tokens.get(), 1);
+    assert_eq!(send(&app, request("GET", "/v1/models/fake", "")).await.json()["id"], "fake");
+    let other = send(&app, request("GET", "/v1/models/other%2Fone", "")).await;
+    assert_eq!((other.status, &other.json()["error"]["code"]), (404, &json!("model_not_found")));
+    assert!(other.json()["error"]["message"].as_str().unwrap().contains("'other/one'"));
+    app.lifecycle.drain();
+    assert_eq!(send(&app, request("GET", "/health_generate", "")).await.status, 503);
+    assert_eq!(send(&app, request("GET", "/server_info", "")).await.json()["status"], "not ready");
+}
+
+#[tokio::test]
+async fn without_its_key_a_request_is_401_and_is_not_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = crate::auth::Keys { api: Some("user".parse().unwrap()), admin: Some("root".parse().unwrap()) };
+    let app = Fixture { keys, ..Fixture::default() }.app(dir.path());
+    let ask = |path: &str, key: Option<&str>| {
+        let mut request = request("POST", path, r#"{"input_ids":[1],"rid":"x"}"#);
+        if let Some(key) = key {
+            request.headers_mut().insert("authorization", format!("Bearer {key}").parse().unwrap());
+        }
+        request
+    };
+    for (path, key, status) in [
+        ("/generate", None, 401),
+        ("/generate", Some("root"), 401),
+        ("/generate", Some("user"), 200),
+        ("/abort_request", Some("user"), 401),
+        ("/abort_request", Some("root"), 200),
+        ("/no/such/path", None, 401),
+    ] {
+        let reply = send(&app, ask(path, key)).await;
+        assert_eq!(reply.status, status, "{path} with {key:?}");
+        assert!(status != 401 || reply.json() == json!({"error": "Unauthorized"}));
+    }
+    assert_eq!(send(&app, request("GET", "/health", "")).await.status, 200);
+    assert_eq!(send(&app, request("GET", "/metrics", "")).await.status, 200);
+}
