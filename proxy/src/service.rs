@@ -346,6 +346,8 @@ fn choose_ids(app: &App, call: &mut Call, found: &Found) -> Vec<RequestId> {
 
 /// Enters the prompts into the table.
 fn enter(app: &Arc<App>, tagged: &Tagged, chosen: &Arc<upstream::Upstream>) -> Result<Delivery, ProxyError> {
+    // Entered first: what another request publishes under the ID, it publishes before it leaves the table.
+    let entered = app.table.enter(&tagged.ids, tagged.batch, tagged.client.as_ref(), chosen)?;
     if app.args.client_ids == ClientIds::Trust {
         // An ID that the client chose may have been used before. Its dump is not ours to touch.
         let used = |id: &&RequestId| app.dump_dirs.iter().any(|dir| dump_files::exists(dir, **id));
@@ -353,7 +355,6 @@ fn enter(app: &Arc<App>, tagged: &Tagged, chosen: &Arc<upstream::Upstream>) -> R
             return Err(ProxyError::Published(*id));
         }
     }
-    let entered = app.table.enter(&tagged.ids, tagged.batch, tagged.client.as_ref(), chosen)?;
     let captured = tagged.ids.iter().zip(&tagged.prompts).filter(|(_, prompt)| prompt.capture.wanted);
     Ok(Delivery::new(entered, captured.map(|(id, _)| *id).collect(), chosen, app.orphans.clone()))
 }
@@ -391,7 +392,7 @@ impl Gated {
         if is_stream && captured.iter().any(|(_, prompt)| prompt.capture.rows == Rows::All) {
             let metrics = app.metrics.clone();
             let check = async move { gate::check(&dir, expected, wait, &metrics).await };
-            let held = HeldStream::new(body, Box::pin(check), warn_only);
+            let held = HeldStream::new(body, Box::pin(check), warn_only, !tagged.batch);
             return Ok(Response::from_parts(parts, Kind::Held(Box::new(held))));
         }
         if !is_stream && expected.iter().any(|expected| expected.tokens.is_none()) {

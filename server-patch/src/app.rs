@@ -403,6 +403,12 @@ pub(crate) struct Call {
 }
 
 impl Call {
+    /// Gives the names back while the call is still to be delivered.
+    pub(crate) fn free_names(&mut self) {
+        self.names.clear();
+        self.pending.iter_mut().for_each(Pending::free_names);
+    }
+
     /// The results in order, or the first error.
     async fn wait(
         &mut self,

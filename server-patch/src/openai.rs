@@ -428,7 +428,7 @@ impl Chunks {
         let reason = &meta["finish_reason"];
         let new_tokens = emitted.tokens > before;
         let logprobs = |of: &dyn Fn(&Value) -> Value| match self.call.logprobs && new_tokens {
-            true => of(&new_logprobs(meta, before)),
+            true => of(&new_logprobs(meta, emitted.tokens - before)),
             false => Value::Null,
         };
         let mut choices = Vec::new();
@@ -473,7 +473,10 @@ impl Chunks {
                 last["prompt_token_ids"] = element["prompt_token_ids"].clone();
             }
         }
-        self.id = Call::id(element, self.is_list());
+        // One for all chunks, whichever choice they are of.
+        if self.id.is_null() {
+            self.id = Call::id(element, self.is_list());
+        }
         choices.into_iter().map(|choice| self.chunk(&json!([choice]))).collect()
     }
 
@@ -518,10 +521,11 @@ fn matched(reason: &Value) -> Value {
     reason.get("matched").cloned().unwrap_or(Value::Null)
 }
 
-/// `meta_info` with the log-probabilities of the tokens behind the first `count` only.
+/// `meta_info` with the log-probabilities of the last `count` tokens only.
 fn new_logprobs(meta: &Value, count: usize) -> Value {
     let behind = |key: &str| {
-        let list = meta[key].as_array().map(|list| list.iter().skip(count).cloned().collect::<Vec<_>>());
+        let last = |list: &Vec<Value>| list[list.len().saturating_sub(count)..].to_vec();
+        let list = meta[key].as_array().map(last);
         (key.to_owned(), json!(list.unwrap_or_default()))
     };
     Value::Object(["output_token_logprobs", "output_top_logprobs"].map(behind).into_iter().collect())

@@ -24,6 +24,10 @@ pub(crate) struct Part<'a> {
     pub(crate) logprobs: Option<&'a DoneLogprobs>,
     /// The text, where it is known already.
     pub(crate) text: Option<String>,
+    /// The first of the tokens whose log-probabilities are given.
+    pub(crate) logprobs_from: usize,
+    /// Whether a prompt that the reply repeats is in it.
+    pub(crate) with_prompt: bool,
 }
 
 impl<'a> Part<'a> {
@@ -35,6 +39,8 @@ impl<'a> Part<'a> {
             capture: done.capture.as_ref(),
             logprobs: done.logprobs.as_ref(),
             text: None,
+            logprobs_from: 0,
+            with_prompt: true,
         }
     }
 }
@@ -80,7 +86,7 @@ pub(crate) fn element(
             (None, None) => json!(decode(tokenizer, done.output_ids, plan.skip_special_tokens)?),
         };
     }
-    if let Some(prompt) = plan.prompt_token_ids.as_ref().filter(|_| plan.returns_prompt) {
+    if let Some(prompt) = plan.prompt_token_ids.as_ref().filter(|_| plan.returns_prompt && done.with_prompt) {
         element["prompt_token_ids"] = json!(prompt);
     }
     Ok(element)
@@ -146,17 +152,24 @@ fn add_logprobs(
     for (token, of) in prompt.iter().skip(1).zip(&found.prompt) {
         input.push(triple(Some(of.logprob), *token)?);
     }
-    let output =
-        done.output_ids.iter().zip(&found.output).map(|(token, of)| triple(Some(of.logprob), *token));
+    let (output_ids, outputs) =
+        (&done.output_ids[done.logprobs_from..], &found.output[done.logprobs_from.min(found.output.len())..]);
+    let output = output_ids.iter().zip(outputs).map(|(token, of)| triple(Some(of.logprob), *token));
     let output: Vec<Value> = output.collect::<Result<_, _>>()?;
-    meta.insert("output_token_logprobs_length".to_owned(), json!(output.len()));
-    meta.insert("input_token_logprobs".to_owned(), Value::Array(input));
+    meta.insert("output_token_logprobs_length".to_owned(), json!(done.logprobs_from + output.len()));
+    // Those of a prompt are known at the end; until then nothing is said of them, rather than too little.
+    let known = done.finish.is_some() || wanted.prompt_from.is_none();
+    if known {
+        meta.insert("input_token_logprobs".to_owned(), Value::Array(input));
+    }
     meta.insert("output_token_logprobs".to_owned(), Value::Array(output));
     let first = || prompt.iter().take(1).map(|_| Ok(Value::Null));
     let mut lists = |key: &str, of: &dyn Fn(&TokenLogprob) -> Result<Value, ApiError>| {
         let input = first().chain(found.prompt.iter().map(of)).collect::<Result<_, ApiError>>()?;
-        let output = found.output.iter().map(of).collect::<Result<_, ApiError>>()?;
-        meta.insert(format!("input_{key}"), Value::Array(input));
+        let output = outputs.iter().map(of).collect::<Result<_, ApiError>>()?;
+        if known {
+            meta.insert(format!("input_{key}"), Value::Array(input));
+        }
         meta.insert(format!("output_{key}"), Value::Array(output));
         Ok::<(), ApiError>(())
     };

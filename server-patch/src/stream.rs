@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
 use crate::app::{App, Call};
-use crate::engine::{Done, DoneLogprobs, Finish, Pending, TokenEvent};
+use crate::engine::{Done, DoneLogprobs, Finish, Pending, Ticket, TokenEvent, Withdrawn};
 use crate::error::ApiError;
 use crate::metrics::Outcome;
 use crate::openai::Chunks;
@@ -39,6 +39,13 @@ pub enum Shape {
     },
     /// Chunks of one of OpenAI's routes.
     OpenAi(Box<Chunks>),
+}
+
+impl Shape {
+    /// Whether its events have only what is new.
+    fn is_incremental(&self) -> bool {
+        !matches!(self, Self::Generate { incremental: false, .. })
+    }
 }
 
 /// A reply that has begun.
@@ -116,6 +123,7 @@ impl Feed {
 /// One prompt, or one sample of it, on its way out.
 struct Row {
     index: usize,
+    ticket: Arc<Ticket>,
     plan: Plan,
     feed: Feed,
     /// Its text so far; `None` without a tokenizer.
@@ -142,8 +150,11 @@ impl App {
         deadline: tokio::time::Instant,
     ) -> Result<Streamed, ApiError> {
         let tokenizer = self.planner.tokenizer.as_ref();
-        let rows = plans.into_iter().zip(feeds).enumerate().map(|(index, (plan, feed))| Row {
+        let tickets: Vec<_> = call.tickets.clone();
+        let rows = plans.into_iter().zip(feeds).zip(tickets).enumerate();
+        let rows = rows.map(|(index, ((plan, feed), ticket))| Row {
             index,
+            ticket,
             stream: tokenizer
                 .map(|tokenizer| TextStream::new(Arc::clone(tokenizer), plan.skip_special_tokens)),
             text: String::new(),
@@ -232,7 +243,8 @@ impl Row {
     }
 
     /// The element of what is there so far.
-    fn element(&self, app: &App, started: Instant) -> Result<Value, ApiError> {
+    /// Log-probabilities begin with token `from`, and the prompt is in it if it is the first.
+    fn element(&self, app: &App, started: Instant, from: usize, first: bool) -> Result<Value, ApiError> {
         let shown = self.text.len() - held_back(&self.text, &self.plan.stop);
         let part = Part {
             output_ids: &self.output_ids,
@@ -240,6 +252,8 @@ impl Row {
             capture: None,
             logprobs: self.logprobs.as_ref(),
             text: self.stream.is_some().then(|| self.text[..shown].to_owned()),
+            logprobs_from: from,
+            with_prompt: first,
         };
         reply::element(&self.plan, &part, started, app.planner.tokenizer.as_deref())
     }
@@ -258,7 +272,8 @@ impl Row {
                 let Ok(room) = sender.reserve().await else { return Ok(None) };
                 let last = self.take()?;
                 if !self.output_ids.is_empty() && self.output_ids.len() > emitted.tokens {
-                    let element = self.element(app, started)?;
+                    let from = if lock(shape).is_incremental() { emitted.tokens } else { 0 };
+                    let element = self.element(app, started, from, emitted.tokens == 0)?;
                     let bytes = events(app, shape, self.index, element, &mut emitted);
                     if !bytes.is_empty() {
                         room.send(Item::Event(bytes));
@@ -289,8 +304,11 @@ impl Row {
             Ok(None) => Outcome::ClientGone,
             Err(error) => {
                 tracing::error!(rid = self.plan.identity.rid, %error, "a stream failed");
-                // Its dump is of a text that nobody has.
-                pending.abandon();
+                // A dump that was published before the head of the reply stays: the client was told of it.
+                if !pending.is_captured_early() {
+                    pending.abandon();
+                }
+                self.ticket.withdraw(Withdrawn::Gone);
                 let _ = sender.send(Item::Event(error_event(&error))).await;
                 Outcome::Failed
             }
@@ -321,18 +339,18 @@ impl Emitted {
 
 /// The events for `element`, which has all that there is of a row so far.
 fn events(app: &App, shape: &Mutex<Shape>, index: usize, mut element: Value, emitted: &mut Emitted) -> Bytes {
-    // No panic can leave it half changed: chunks are only counted.
-    match &mut *shape.lock().unwrap_or_else(PoisonError::into_inner) {
+    match &mut *lock(shape) {
         Shape::Generate { list, incremental } => {
             let (added, tokens) = emitted.advance(&element);
             if *incremental {
                 if element.get("text").is_some() {
                     element["text"] = added.into();
                 }
-                skip(&mut element["output_ids"], tokens);
+                let new = emitted.tokens - tokens;
+                keep_last(&mut element["output_ids"], new);
                 for key in ["output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"] {
                     if let Some(list) = element["meta_info"].get_mut(key) {
-                        skip(list, tokens);
+                        keep_last(list, new);
                     }
                 }
             }
@@ -355,11 +373,16 @@ fn events(app: &App, shape: &Mutex<Shape>, index: usize, mut element: Value, emi
     }
 }
 
-/// Takes the first `count` items out of a list.
-fn skip(list: &mut Value, count: usize) {
+/// Takes all but the last `count` items out of a list.
+fn keep_last(list: &mut Value, count: usize) {
     if let Value::Array(items) = list {
-        items.drain(..count.min(items.len()));
+        items.drain(..items.len().saturating_sub(count));
     }
+}
+
+fn lock(shape: &Mutex<Shape>) -> std::sync::MutexGuard<'_, Shape> {
+    // No panic can leave it half changed: chunks are only counted.
+    shape.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn event(value: &Value) -> Bytes {
@@ -405,6 +428,8 @@ async fn run(
         end.put(event(&usage));
     }
     end.put(&b"data: [DONE]\n\n"[..]);
+    // A client that has the end may use its names again.
+    call.free_names();
     if sender.send(Item::Event(end.freeze())).await.is_ok() {
         call.delivered = true;
         // The body ends without it, too; this says how.

@@ -214,4 +214,22 @@ async fn an_aborted_stream_says_so_in_its_last_event() {
     assert!(last["output_ids"].as_array().expect("a list").len() < 400);
     // The prompt's states were there before.
     assert_eq!(stack.dumps().ids().len(), 1);
+
+    // With all rows there is no dump, the client hears why, and nobody is alarmed.
+    let body = json!({"rid": "all", "input_ids": Prompts::new(5).of_length(40), "capture": {"rows": "all"}, "stream": true, "sampling_params": greedy(400)});
+    let client = stack.client();
+    let before =
+        tether_tests::Scrape::of(&stack.direct()).await.sum("tether_server_generated_tokens_total", &[]);
+    let task = tokio::spawn(async move { client.generate(&body).await });
+    eventually("it runs", || async {
+        let scrape = tether_tests::Scrape::of(&stack.direct()).await;
+        (scrape.sum("tether_server_generated_tokens_total", &[]) > before + 3.0).then_some(())
+    })
+    .await;
+    stack.client().post("/abort_request", &json!({"rid": "all"})).await.expect(200);
+    let reply = task.await.expect("no panic");
+    assert_eq!(self::events(&reply).last().expect("an event")["meta_info"]["finish_reason"]["type"], "abort");
+    assert_eq!(stack.dumps().ids().len(), 1);
+    let scrape = tether_tests::Scrape::of(&stack.client()).await;
+    assert_eq!(scrape.sum("tether_proxy_mismatches_total", &[]), 0.0);
 }

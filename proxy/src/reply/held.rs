@@ -30,6 +30,8 @@ pub struct HeldStream {
     gate: Option<Gate>,
     /// Whether the end goes out though the dumps are not right.
     warn_only: bool,
+    /// Whether it is of one prompt, so that an end without a dump is the end of all of it.
+    single: bool,
     state: State,
 }
 
@@ -51,8 +53,15 @@ impl fmt::Debug for HeldStream {
 
 impl HeldStream {
     /// Holds back the end of `inner` until `gate` is through.
-    pub fn new(inner: UpstreamBody, gate: Gate, warn_only: bool) -> Self {
-        Self { inner, events: Events::default(), gate: Some(gate), warn_only, state: State::Streaming }
+    pub fn new(inner: UpstreamBody, gate: Gate, warn_only: bool, single: bool) -> Self {
+        Self {
+            inner,
+            events: Events::default(),
+            gate: Some(gate),
+            warn_only,
+            single,
+            state: State::Streaming,
+        }
     }
 
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
@@ -75,6 +84,10 @@ impl HeldStream {
                     None => self.state = State::Checking,
                 },
                 State::Checking => {
+                    if self.single && self.events.dumpless {
+                        // It was aborted or failed, and says so: there is no dump to wait for.
+                        self.gate = None;
+                    }
                     if let Some(gate) = &mut self.gate {
                         let result = ready!(gate.as_mut().poll(cx));
                         self.gate = None;
@@ -111,6 +124,8 @@ struct Events {
     seen: usize,
     /// `[DONE]` has come.
     ended: bool,
+    /// An event said that its text was aborted or failed.
+    dumpless: bool,
 }
 
 impl Events {
@@ -125,8 +140,10 @@ impl Events {
                 self.ended = true;
                 break;
             }
+            let goes_on = goes_on(event);
+            self.dumpless |= !goes_on && is_dumpless(event);
             // Another event has come, so the one that was held is not the last.
-            free = if goes_on(event) { end } else { self.partial };
+            free = if goes_on { end } else { self.partial };
             self.partial = end;
             self.seen = end;
         }
@@ -164,6 +181,16 @@ impl Events {
 fn is_done(event: &[u8]) -> bool {
     let mut lines = event.split(|byte| matches!(byte, b'\n' | b'\r'));
     lines.any(|line| line.strip_prefix(b"data:").is_some_and(|data| data.trim_ascii() == b"[DONE]"))
+}
+
+/// Whether the event is an error, or the end of a text that was aborted.
+fn is_dumpless(event: &[u8]) -> bool {
+    let Some(data) = event.strip_prefix(b"data:") else { return false };
+    let Ok(event) = serde_json::from_slice::<serde_json::Value>(data.trim_ascii()) else { return false };
+    let reason = |path: &str| event.pointer(path).and_then(serde_json::Value::as_str) == Some("abort");
+    event.get("error").is_some()
+        || reason("/meta_info/finish_reason/type")
+        || reason("/choices/0/finish_reason")
 }
 
 /// Whether the event says of every sample in it that more will come. Inside a JSON string the quotes of the key would be
@@ -207,6 +234,22 @@ mod tests {
         assert_eq!(events.push(b"data:{\"a\":2}\r\n\r\n"), "data:{\"a\":1}\r\n\r\n");
         assert_eq!(events.push(b"data:[DONE]\r\n\r\n"), "");
         assert_eq!(events.rest(), "data:{\"a\":2}\r\n\r\ndata:[DONE]\r\n\r\n");
+    }
+
+    #[test]
+    fn an_abort_and_an_error_say_that_there_is_no_dump() {
+        for (last, expected) in [
+            (r#"{"meta_info":{"finish_reason":{"type":"abort","message":"Aborted"}}}"#, true),
+            (r#"{"choices":[{"finish_reason":"abort"}]}"#, true),
+            (r#"{"error":{"message":"the forward pass failed","code":500}}"#, true),
+            (r#"{"text":"abort","meta_info":{"finish_reason":{"type":"length"}}}"#, false),
+            ("not JSON", false),
+        ] {
+            let mut events = Events::default();
+            events.push(b"data: {\"finish_reason\": null}\n\n");
+            events.push(format!("data: {last}\n\ndata: [DONE]\n\n").as_bytes());
+            assert_eq!((events.ended, events.dumpless), (true, expected), "{last}");
+        }
     }
 
     #[test]

@@ -65,6 +65,13 @@ impl Pending {
         Ok(Done { capture, ..done })
     }
 
+    /// Gives back the names that a published dump holds.
+    pub fn free_names(&mut self) {
+        if let Some(written) = &mut self.published {
+            written.names.clear();
+        }
+    }
+
     /// Nobody wants the answer any more: a dump that was published is removed, and one that is being written will be.
     pub fn abandon(&mut self) {
         self.done.close();

@@ -19,6 +19,8 @@ const GREEDY: f64 = 1e-6;
 const MAX_STOP_TOKENS: usize = 1024;
 /// As in SGLang.
 const MAX_STOP_STRINGS: usize = 32;
+/// Bytes of one of them: the end of a text is looked at with each token, as far back as one can reach.
+const MAX_STOP_BYTES: usize = 1024;
 /// Samples of one prompt.
 const MAX_SAMPLES: usize = 128;
 
@@ -266,6 +268,10 @@ impl RawSampling {
         if self.stop.len() > MAX_STOP_STRINGS {
             let count = format!("a list of {}", self.stop.len());
             return refuse("stop", &count, &format!("up to {MAX_STOP_STRINGS} strings are accepted"));
+        }
+        if let Some(string) = self.stop.iter().find(|string| string.len() > MAX_STOP_BYTES) {
+            let found = format!("a string of {} bytes", string.len());
+            return refuse("stop", &found, &format!("up to {MAX_STOP_BYTES} bytes each are accepted"));
         }
         // As in SGLang, 0 is 1.
         let n = match self.n.map_or(Ok(1), usize::try_from) {
