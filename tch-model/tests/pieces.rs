@@ -36,7 +36,7 @@ fn plain_weights_are_exact() {
     }
 }
 
-/// Blocks of packed rows begin in the middle of a matrix, and fp8's not where its own blocks of factors end.
+/// Blocks of packed rows begin in the middle of a matrix, fp8's where one of its own blocks of factors does.
 #[test]
 fn packed_weights_are_exact() {
     for name in ["fp8-v3", "int4-kimi-k2.5", "nvfp4-modelopt", "nvfp4-kimi-k2.5"] {
